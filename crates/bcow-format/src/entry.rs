@@ -19,7 +19,7 @@ struct RawEntry {
 const _: () = assert!(size_of::<RawEntry>() == ENTRY_BYTES);
 
 /// The decoded entry of a region or block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Entry {
     /// Reads from backing 0 if the file has the feature `backing`, and as zeros otherwise.
     Absent,

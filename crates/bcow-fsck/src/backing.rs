@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use bcow::chain::{ChainProblem, NoViews, Opener, Policy};
+use bcow::chain::{ChainCause, NoViews, Opener, Policy};
 use bcow::check::{Finding, Severity};
 use bcow::format::Use;
 use bcow::{Image, OpenOptions};
@@ -36,11 +36,11 @@ pub fn check(disk: &Image, path: &Path, stores: &StoreArgs) -> Result<Vec<Findin
     let problems = opener.problems();
     Ok(problems
         .iter()
-        .filter(|problem| !matches!(***problem, ChainProblem::View { .. }))
+        .filter(|problem| !matches!(problem.cause, ChainCause::View(_)))
         .map(|problem| {
             // A file with another user, or on another machine, may be there the next time.
-            let severity = match **problem {
-                ChainProblem::InUse { .. } | ChainProblem::Url { .. } => Severity::Warning,
+            let severity = match problem.cause {
+                ChainCause::InUse(..) | ChainCause::Url(_) => Severity::Warning,
                 _ => Severity::Error,
             };
             let message = below.first_problem(problem).text;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::name::Name;
 use crate::url::Url;
 use bcow::chain::{
-    self, ChainFile, ChainProblem, OpenProblem, Opener, Policy, Share, UrlFailure, Urls,
+    self, ChainCause, ChainFile, ChainProblem, OpenProblem, Opener, Policy, Share, UrlFailure, Urls,
 };
 use bcow::format::{BackingName, FormatError, Header, State, Use};
 use bcow::lock::FileLock;
@@ -203,8 +203,8 @@ impl<'a> Below<'a> {
         };
         problems
             .iter()
-            .map(|problem| match &**problem {
-                ChainProblem::NoDigest { name } => match cause_of(name) {
+            .map(|problem| match problem.cause {
+                ChainCause::NoDigest => match cause_of(&problem.name) {
                     Some(problem) => Problem {
                         text: problem.to_string(),
                         hint: Some(problem.hint().to_owned()),
@@ -213,7 +213,7 @@ impl<'a> Below<'a> {
                     },
                     None => Problem::of(problem),
                 },
-                problem => Problem::of(problem),
+                _ => Problem::of(problem),
             })
             .collect()
     }
@@ -234,10 +234,7 @@ impl<'a> Below<'a> {
         ledger: Option<Arc<Ledger>>,
     ) -> Result<Disk, CommandError> {
         let opener = self.opener(file.path());
-        let opened = match ledger {
-            Some(ledger) => Disk::open_with_ledger(file.storage(), &self.options, &opener, ledger),
-            None => Disk::open(file.storage(), &self.options, &opener),
-        };
+        let opened = Disk::open_with_ledger(file.storage(), &self.options, &opener, ledger);
         opened.map_err(|error| self.cannot_open_disk(name, &error, opener.problems().first()))
     }
 
@@ -314,15 +311,15 @@ impl std::error::Error for Problem {}
 
 impl Problem {
     fn of(problem: &ChainProblem) -> Self {
-        let of_url = match problem {
-            ChainProblem::Url { source, .. } => source.downcast_ref::<Problem>(),
+        let of_url = match &problem.cause {
+            ChainCause::Url(source) => source.downcast_ref::<Problem>(),
             _ => None,
         };
         Problem {
             text: problem.to_string(),
             hint: match of_url {
                 Some(problem) => problem.hint.clone(),
-                None => hint(problem).map(str::to_owned),
+                None => hint(&problem.cause).map(str::to_owned),
             },
             may_pass: of_url.is_some_and(|problem| problem.may_pass),
         }
@@ -341,23 +338,21 @@ impl Problem {
     }
 }
 
-fn hint(problem: &ChainProblem) -> Option<&'static str> {
-    match problem {
-        ChainProblem::Missing { .. } => Some(
+fn hint(cause: &ChainCause) -> Option<&'static str> {
+    match cause {
+        ChainCause::Missing(_) => Some(
             "name the directory that has it with --backing-dir, or another backing with \
              `bcow rebase --unsafe`",
         ),
-        ChainProblem::Changed { .. } | ChainProblem::Size { .. } | ChainProblem::UrlSize { .. } => {
-            Some(
-                "the backing has changed, and its data no longer matches this disk; \
+        ChainCause::Changed(_) | ChainCause::Size { .. } => Some(
+            "the backing has changed, and its data no longer matches this disk; \
              if the change is intended, `bcow rebase --unsafe` accepts it",
-            )
-        }
-        ChainProblem::NoDigest { .. } => Some("name a directory that has it with --store"),
-        ChainProblem::InUse { .. } => {
+        ),
+        ChainCause::NoDigest => Some("name a directory that has it with --store"),
+        ChainCause::InUse(..) => {
             Some("end the program that writes to it, or read the file anyway with --force-share")
         }
-        ChainProblem::Open { source, .. } => match source.innermost() {
+        ChainCause::Open(_, source) => match source.innermost() {
             Error::Format(FormatError::NotBcow) => {
                 Some("a backing is a BCoW file; `bcow convert raw:FILE` or `qcow2:FILE` makes one")
             }
@@ -528,9 +523,9 @@ mod tests {
                 hint: None,
                 may_pass,
             };
-            let problem = ChainProblem::Url {
+            let problem = ChainProblem {
                 name: "https://host/image.bcow".to_owned(),
-                source: Box::new(source),
+                cause: ChainCause::Url(Box::new(source)),
             };
             let failure = Problem::of(&problem).failure(Path::new("disk.bcow"));
             assert_eq!(failure.may_pass(), may_pass);

@@ -58,11 +58,7 @@ pub fn open_instance(
     open: &OpenOptions,
     ledger: Option<Arc<Ledger>>,
 ) -> Result<Disk, Error> {
-    let given = Given { image, cache };
-    match ledger {
-        Some(ledger) => Disk::open_with_ledger(storage, open, &given, ledger),
-        None => Disk::open(storage, open, &given),
-    }
+    Disk::open_with_ledger(storage, open, &Given { image, cache }, ledger)
 }
 
 /// As [`open_instance`], for reading.

@@ -4,12 +4,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use bcow_format::{Entry, Stored, SubBlockTable};
+use bcow_format::{Entry, SubBlockTable};
 use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
 use serde::{Deserialize, Serialize};
 
-use crate::codec::Encoding;
 use crate::storage::Version;
 use crate::sync::Arc;
 use crate::verify::Verify;
@@ -79,8 +78,7 @@ impl FileId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct BlockKey {
     pub(crate) file: FileId,
-    pub(crate) stored: Stored,
-    pub(crate) encoding: Encoding,
+    pub(crate) entry: Entry,
     pub(crate) length: u32,
 }
 
@@ -248,19 +246,18 @@ where
 
 #[cfg(test)]
 mod tests {
-    use bcow_format::Uba;
+    use bcow_format::{Stored, Uba};
 
     use super::*;
 
     fn key(file: FileId) -> BlockKey {
         BlockKey {
             file,
-            stored: Stored {
+            entry: Entry::Raw(Stored {
                 at: Uba(4096),
                 bytes: 4096,
                 crc: 0,
-            },
-            encoding: Encoding::Raw,
+            }),
             length: 4096,
         }
     }
@@ -301,11 +298,11 @@ mod tests {
         let file = FileId::next();
         let read = |number: u64| {
             let key = BlockKey {
-                stored: Stored {
+                entry: Entry::Raw(Stored {
                     at: Uba(number * u64::from(BYTES)),
                     bytes: BYTES,
                     crc: 0,
-                },
+                }),
                 length: BYTES,
                 ..key(file)
             };

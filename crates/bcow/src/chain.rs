@@ -146,140 +146,88 @@ pub struct ChainFile {
 
 /// A problem with a file below a disk.
 #[derive(Debug, thiserror::Error)]
+#[error("{}{name}{cause}", cause.subject())]
+pub struct ChainProblem {
+    /// The name of the backing in the file above.
+    pub name: String,
+    /// What is wrong with it.
+    pub cause: ChainCause,
+}
+
+/// What is wrong with a file below a disk. As a text, it follows the name of the backing.
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ChainProblem {
+pub enum ChainCause {
     /// None of the directories has the file.
-    #[error("backing {name} is not in {}", listed(directories))]
-    Missing {
-        /// Name of the backing.
-        name: String,
-        /// The directories that were searched.
-        directories: Vec<PathBuf>,
-    },
-    /// The name leads to something other than a regular file.
-    #[error("backing {name}: {} is {kind}", path.display())]
-    NoFile {
-        /// Name of the backing.
-        name: String,
-        /// The path that was found.
-        path: PathBuf,
-        /// "a directory", "a symbolic link", "no regular file".
-        kind: &'static str,
-    },
-    /// The file cannot be opened.
-    #[error("backing {name}: cannot open {}: {source}", path.display())]
-    Open {
-        /// Name of the backing.
-        name: String,
-        /// Path of the file.
-        path: PathBuf,
-        /// The cause.
-        source: Error,
-    },
-    /// A writer has locked the file.
-    #[error("backing {name}: cannot read {}: {source}", path.display())]
-    InUse {
-        /// Name of the backing.
-        name: String,
-        /// Path of the file.
-        path: PathBuf,
-        /// The failure of the lock, which names the writer.
-        source: LockError,
-    },
+    #[error(" is not in {}", listed(.0))]
+    Missing(Vec<PathBuf>),
+    /// The name leads to something other than a regular file: "a directory", "a symbolic link", "no
+    /// regular file".
+    #[error(": {} is {}", .0.display(), .1)]
+    NoFile(PathBuf, &'static str),
+    /// The file at this path cannot be opened.
+    #[error(": cannot open {}: {}", .0.display(), .1)]
+    Open(PathBuf, Error),
+    /// A writer has locked the file at this path. The failure of the lock names the writer.
+    #[error(": cannot read {}: {}", .0.display(), .1)]
+    InUse(PathBuf, LockError),
     /// The address space of the file has another size.
     #[error(
-        "backing {name}: {} has {found} bytes, not {expected} as when it was made the backing",
-        path.display()
+        "{} has {found} bytes, not {expected} as when it was made the backing",
+        found_at(path)
     )]
     Size {
-        /// Name of the backing.
-        name: String,
-        /// Path of the file.
-        path: PathBuf,
+        /// Path of the file; `None` if it is at a URL.
+        path: Option<PathBuf>,
         /// Size of the address space in bytes.
         found: u64,
         /// Size that the file above records, in bytes.
         expected: u64,
     },
-    /// The identity of the file is not the recorded one.
-    #[error("backing {name}: {} has changed since it was made the backing", path.display())]
-    Changed {
-        /// Name of the backing.
-        name: String,
-        /// Path of the file.
-        path: PathBuf,
-    },
+    /// The identity of the file at this path is not the recorded one.
+    #[error(": {} has changed since it was made the backing", .0.display())]
+    Changed(PathBuf),
     /// More than [`MAX_DEPTH`] files are below each other, or a file is below itself.
-    #[error(
-        "backing {name}: more than {MAX_DEPTH} files, one below the other, or a file below itself"
-    )]
-    TooDeep {
-        /// Name of the backing.
-        name: String,
-    },
+    #[error(": more than {MAX_DEPTH} files, one below the other, or a file below itself")]
+    TooDeep,
     /// The view of an image cannot be made.
-    #[error("cannot make {name}: {source}")]
-    View {
-        /// The view, and the name of its image.
-        name: String,
-        /// The cause.
-        source: ViewFailure,
-    },
+    #[error(": {0}")]
+    View(ViewFailure),
     /// The file at a URL cannot be opened.
-    #[error("backing {name}: {source}")]
-    Url {
-        /// The URL.
-        name: String,
-        /// The cause.
-        source: UrlFailure,
-    },
-    /// The address space of the file at a URL has another size.
-    #[error("backing {name} has {found} bytes, not {expected} as when it was made the backing")]
-    UrlSize {
-        /// The URL.
-        name: String,
-        /// Size of the address space in bytes.
-        found: u64,
-        /// Size that the file above records, in bytes.
-        expected: u64,
-    },
+    #[error(": {0}")]
+    Url(UrlFailure),
     /// The backing is named by a digest that is not available.
-    #[error("backing {name} is in no store")]
-    NoDigest {
-        /// The digest.
-        name: String,
-    },
+    #[error(" is in no store")]
+    NoDigest,
 }
 
 impl ChainProblem {
-    /// The name of the backing in the file above.
-    pub fn name(&self) -> &str {
-        match self {
-            ChainProblem::Missing { name, .. }
-            | ChainProblem::NoFile { name, .. }
-            | ChainProblem::Open { name, .. }
-            | ChainProblem::InUse { name, .. }
-            | ChainProblem::Size { name, .. }
-            | ChainProblem::Changed { name, .. }
-            | ChainProblem::TooDeep { name }
-            | ChainProblem::View { name, .. }
-            | ChainProblem::Url { name, .. }
-            | ChainProblem::UrlSize { name, .. }
-            | ChainProblem::NoDigest { name } => name,
-        }
-    }
-
     /// Stable code for the findings of a check.
     pub fn code(&self) -> &'static str {
-        match self {
-            ChainProblem::Missing { .. } | ChainProblem::NoDigest { .. } => "backing-missing",
-            ChainProblem::Open { .. }
-            | ChainProblem::InUse { .. }
-            | ChainProblem::Url { .. }
-            | ChainProblem::View { .. } => "backing-unreadable",
+        match self.cause {
+            ChainCause::Missing(_) | ChainCause::NoDigest => "backing-missing",
+            ChainCause::Open(..)
+            | ChainCause::InUse(..)
+            | ChainCause::Url(_)
+            | ChainCause::View(_) => "backing-unreadable",
             _ => "backing-entry",
         }
     }
+}
+
+impl ChainCause {
+    /// The words in front of the name of the backing.
+    fn subject(&self) -> &'static str {
+        match self {
+            ChainCause::View(_) => "cannot make ",
+            _ => "backing ",
+        }
+    }
+}
+
+fn found_at(path: &Option<PathBuf>) -> String {
+    let path = path.as_ref();
+    path.map_or_else(String::new, |path| format!(": {}", path.display()))
 }
 
 fn listed(directories: &[PathBuf]) -> String {
@@ -342,12 +290,13 @@ impl<'a> Opener<'a> {
     /// Opens the device that `backing` names, as an opening of the disk does. Fails with a problem
     /// of the file or of a file below it.
     pub fn open(&self, backing: &BackingEntry) -> Result<Arc<dyn BlockDevice>, Arc<ChainProblem>> {
-        let found = self.level().resolve(backing).ok().flatten();
+        let found = self.level().find(backing);
         match (self.found.borrow().problems.first(), found) {
-            (None, Some(device)) => Ok(device),
+            (None, Some(image)) => Ok(image),
             (Some(problem), _) => Err(problem.clone()),
-            (None, None) => Err(Arc::new(ChainProblem::TooDeep {
+            (None, None) => Err(Arc::new(ChainProblem {
                 name: backing.name.to_string(),
+                cause: ChainCause::TooDeep,
             })),
         }
     }
@@ -382,64 +331,59 @@ struct Level<'o> {
 impl BackingResolver for Level<'_> {
     fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
         match self.find(backing) {
-            Ok(image) => Ok(Some(image)),
-            Err(problem) => {
-                if let Some(problem) = problem {
-                    let mut found = self.opener.found.borrow_mut();
-                    found.problems.push(Arc::new(problem));
-                }
-                Ok(None)
-            }
+            Some(image) => Ok(Some(image)),
+            None => Ok(None),
         }
     }
 }
 
 impl Level<'_> {
-    /// Returns the backing, or its problem; `None` as the problem if it is already recorded.
-    fn find(&self, backing: &BackingEntry) -> Result<Arc<Image>, Option<ChainProblem>> {
+    /// Returns the backing. If it is not available, its problem is recorded.
+    fn find(&self, backing: &BackingEntry) -> Option<Arc<Image>> {
         let name = backing.name.to_string();
-        let too_deep = || Some(ChainProblem::TooDeep { name: name.clone() });
-        if self.depth > MAX_DEPTH {
-            return Err(too_deep());
+        match self.find_as(&name, backing) {
+            Ok(image) => Some(image),
+            Err(cause) => {
+                let problem = Arc::new(ChainProblem {
+                    name,
+                    cause: cause?,
+                });
+                self.opener.found.borrow_mut().problems.push(problem);
+                None
+            }
         }
+    }
+
+    /// Returns the backing, or what is wrong; `None` if that is already recorded.
+    fn find_as(
+        &self,
+        name: &str,
+        backing: &BackingEntry,
+    ) -> Result<Arc<Image>, Option<ChainCause>> {
+        if self.depth > MAX_DEPTH {
+            return Err(Some(ChainCause::TooDeep));
+        }
+        let policy = &self.opener.policy;
         let (image, height) = match &backing.name {
             BackingName::Digest(_) => {
-                let digests = self.opener.policy.digests;
-                let (image, height) = digests
-                    .find(backing, self.depth)
-                    .ok_or_else(|| Some(ChainProblem::NoDigest { name: name.clone() }))?;
-                self.list(self.position(), &name, None, &image);
+                let found = policy.digests.find(backing, self.depth);
+                let (image, height) = found.ok_or(ChainCause::NoDigest)?;
+                self.list(self.position(), name, None, &image);
                 (image, height)
             }
             BackingName::FileName { identity, .. } => {
-                let (image, path, height) = self.find_named(&name)?;
-                if image.size() != backing.size {
-                    return Err(Some(ChainProblem::Size {
-                        name,
-                        path,
-                        found: image.size(),
-                        expected: backing.size,
-                    }));
-                }
+                let (image, path, height) = self.find_named(name)?;
+                check_size(&image, backing, Some(&path))?;
                 if identity.is_some_and(|identity| identity != image.identity_hash()) {
-                    return Err(Some(ChainProblem::Changed { name, path }));
+                    return Err(Some(ChainCause::Changed(path)));
                 }
                 (image, height)
             }
             BackingName::Url { url, merkle_root } => {
-                let found = self.opener.policy.urls.find(url, merkle_root);
-                let (image, height) = found.map_err(|source| {
-                    let name = name.clone();
-                    Some(ChainProblem::Url { name, source })
-                })?;
-                if image.size() != backing.size {
-                    return Err(Some(ChainProblem::UrlSize {
-                        name,
-                        found: image.size(),
-                        expected: backing.size,
-                    }));
-                }
-                self.list(self.position(), &name, None, &image);
+                let found = policy.urls.find(url, merkle_root);
+                let (image, height) = found.map_err(ChainCause::Url)?;
+                check_size(&image, backing, None)?;
+                self.list(self.position(), name, None, &image);
                 (image, height)
             }
             BackingName::View {
@@ -452,11 +396,11 @@ impl Level<'_> {
                     bytes: backing.size,
                     identity: *identity,
                 };
-                self.find_view(&name, image, &wanted)?
+                self.find_view(name, image, &wanted)?
             }
         };
         if self.depth - 1 + height > MAX_DEPTH {
-            return Err(too_deep());
+            return Err(Some(ChainCause::TooDeep));
         }
         self.height.set(self.height.get().max(height));
         Ok(image)
@@ -468,18 +412,15 @@ impl Level<'_> {
         name: &str,
         image: &BackingEntry,
         wanted: &WantedView,
-    ) -> Result<(Arc<Image>, u32), Option<ChainProblem>> {
+    ) -> Result<(Arc<Image>, u32), Option<ChainCause>> {
         let below = self.below(self.directory);
         // The view is listed before the files below it.
         let position = self.position();
-        let image = below.find(image)?;
+        let Some(image) = below.find(image) else {
+            return Err(None);
+        };
         let found = self.opener.policy.views.find(&image, wanted);
-        let FoundView { view, path } = found.map_err(|source| {
-            Some(ChainProblem::View {
-                name: name.to_owned(),
-                source,
-            })
-        })?;
+        let FoundView { view, path } = found.map_err(ChainCause::View)?;
         self.list(position, name, Some(path), &view);
         Ok((view, below.height.get() + 1))
     }
@@ -508,36 +449,27 @@ impl Level<'_> {
         self.opener.found.borrow_mut().files.insert(position, file);
     }
 
-    fn find_named(&self, name: &str) -> Result<(Arc<Image>, PathBuf, u32), Option<ChainProblem>> {
+    fn find_named(&self, name: &str) -> Result<(Arc<Image>, PathBuf, u32), Option<ChainCause>> {
         let own = std::iter::once(self.directory);
         let allowed = self.opener.policy.directories.iter().map(PathBuf::as_path);
         let directories: Vec<&Path> = own.chain(allowed).collect();
         for directory in &directories {
             let path = directory.join(name);
-            let name = name.to_owned();
-            match open_named(directory, &name) {
+            match open_named(directory, name) {
                 Ok(Named::File(file)) => {
-                    let (image, height) = self.open_file(&name, &path, file)?;
+                    let (image, height) = self.open_file(name, &path, file)?;
                     return Ok((image, path, height));
                 }
-                Ok(Named::Other(kind)) => {
-                    return Err(Some(ChainProblem::NoFile { name, path, kind }));
-                }
+                Ok(Named::Other(kind)) => return Err(Some(ChainCause::NoFile(path, kind))),
                 Err(Errno::NOENT) => {}
                 Err(errno) => {
-                    let source = Error::Io {
-                        action: "open",
-                        offset: 0,
-                        source: errno.into(),
-                    };
-                    return Err(Some(ChainProblem::Open { name, path, source }));
+                    let source = Error::io("open", 0, errno.into());
+                    return Err(Some(ChainCause::Open(path, source)));
                 }
             }
         }
-        Err(Some(ChainProblem::Missing {
-            name: name.to_owned(),
-            directories: directories.into_iter().map(Path::to_owned).collect(),
-        }))
+        let directories = directories.into_iter().map(Path::to_owned);
+        Err(Some(ChainCause::Missing(directories.collect())))
     }
 
     fn open_file(
@@ -545,22 +477,16 @@ impl Level<'_> {
         name: &str,
         path: &Path,
         file: File,
-    ) -> Result<(Arc<Image>, u32), Option<ChainProblem>> {
+    ) -> Result<(Arc<Image>, u32), Option<ChainCause>> {
         let Some(identity) = Storage::identity(&file) else {
-            return Err(Some(ChainProblem::Open {
-                name: name.to_owned(),
-                path: path.to_owned(),
-                source: Error::Unsupported("a file without a number".into()),
-            }));
+            let source = Error::Unsupported("a file without a number".into());
+            return Err(Some(ChainCause::Open(path.to_owned(), source)));
         };
         // In a separate statement, because the opening of files below borrows `found` again.
         let known = self.opener.found.borrow().known.get(&identity).cloned();
         match known {
             Some(Known::Open(image, height)) => return Ok((image, height)),
-            Some(Known::Opening) => {
-                let name = name.to_owned();
-                return Err(Some(ChainProblem::TooDeep { name }));
-            }
+            Some(Known::Opening) => return Err(Some(ChainCause::TooDeep)),
             Some(Known::Failed) => return Err(None),
             None => {}
         }
@@ -582,7 +508,7 @@ impl Level<'_> {
         name: &str,
         path: &Path,
         file: File,
-    ) -> Result<(Arc<Image>, u32), Option<ChainProblem>> {
+    ) -> Result<(Arc<Image>, u32), Option<ChainCause>> {
         let directory = directory_of(path);
         let below = self.below(&directory);
         // A file is listed before the files below it.
@@ -590,17 +516,31 @@ impl Level<'_> {
         let file = Arc::new(file);
         let policy = &self.opener.policy;
         learn(&file, &policy.options, policy.digests, below.directory);
-        let image =
-            open_shared(&file, policy.share, &policy.options, &below).map_err(|problem| {
-                let (name, path) = (name.to_owned(), path.to_owned());
-                Some(match problem {
-                    OpenProblem::InUse(source) => ChainProblem::InUse { name, path, source },
-                    OpenProblem::Failed(source) => ChainProblem::Open { name, path, source },
-                })
-            })?;
+        let opened = open_shared(&file, policy.share, &policy.options, &below);
+        let image = opened.map_err(|problem| match problem {
+            OpenProblem::InUse(source) => ChainCause::InUse(path.to_owned(), source),
+            OpenProblem::Failed(source) => ChainCause::Open(path.to_owned(), source),
+        })?;
         self.list(position, name, Some(path.to_owned()), &image);
         Ok((image, below.height.get() + 1))
     }
+}
+
+/// Fails if a file has another size than the file above records.
+fn check_size(
+    image: &Image,
+    backing: &BackingEntry,
+    path: Option<&Path>,
+) -> Result<(), ChainCause> {
+    let (found, expected) = (image.size(), backing.size);
+    if found == expected {
+        return Ok(());
+    }
+    Err(ChainCause::Size {
+        path: path.map(Path::to_owned),
+        found,
+        expected,
+    })
 }
 
 /// The reason why a file cannot be opened for reading.

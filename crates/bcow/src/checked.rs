@@ -7,10 +7,10 @@ use bcow_format::{
     decode_table,
 };
 
-use crate::Error;
-use crate::codec::{Encoding, decode_block};
+use crate::codec::{check_crc, decode_block};
 use crate::merkle::Verifier;
 use crate::storage::Storage;
+use crate::{BlockProblem, Error};
 
 /// The storage of a file; reads are verified by the Merkle tree if that was requested.
 pub(crate) struct CheckedFile {
@@ -19,12 +19,26 @@ pub(crate) struct CheckedFile {
 }
 
 /// A range of the address space with one entry.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) start: u64,
     pub(crate) length: u64,
     /// Never [`Entry::Table`].
     pub(crate) entry: Entry,
+}
+
+impl Piece {
+    /// The block that covers byte `at` of a region of `length` bytes with this table. It counts
+    /// from the start of the region.
+    pub(crate) fn of_table(table: &SubBlockTable, at: u64, length: u64) -> Self {
+        let block = u64::from(table.block_shift.bytes());
+        let start = at / block * block;
+        Piece {
+            start,
+            length: block.min(length - start),
+            entry: table.entries[(at / block) as usize],
+        }
+    }
 }
 
 impl CheckedFile {
@@ -69,20 +83,30 @@ pub(crate) fn read_table(
     Ok(decode_table(&bytes, stored, region, header)?)
 }
 
-/// Reads and decodes the stored block of a piece.
+/// Reads and decodes the block of a piece, which is `stored`. A block without a checksum is only
+/// read.
 pub(crate) fn read_block(
     file: &CheckedFile,
     piece: &Piece,
     stored: &Stored,
-    encoding: Encoding,
 ) -> Result<Vec<u8>, Error> {
     let mut bytes = vec![0; stored.bytes as usize];
     file.read_at(stored.at.0, &mut bytes)?;
-    decode_block(bytes, stored, encoding, piece.length as u32).map_err(|problem| Error::BadBlock {
-        logical: piece.start,
+    let decoded = decode_block(bytes, &piece.entry, piece.length);
+    decoded.map_err(|problem| bad_block(piece.start, stored, problem))
+}
+
+/// Compares the bytes of a raw block at byte `logical` of the address space with its checksum.
+pub(crate) fn check_raw(logical: u64, stored: &Stored, bytes: &[u8]) -> Result<(), Error> {
+    check_crc(stored, bytes).map_err(|problem| bad_block(logical, stored, problem))
+}
+
+fn bad_block(logical: u64, stored: &Stored, problem: BlockProblem) -> Error {
+    Error::BadBlock {
+        logical,
         stored: stored.at.0,
         problem,
-    })
+    }
 }
 
 /// Reads and validates the metadata section; an empty object if the file has no such section.

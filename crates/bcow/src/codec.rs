@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use bcow_format::{HEADER_AREA_BYTES, Stored, crc32c, crc32c_matches};
+use bcow_format::{Entry, HEADER_AREA_BYTES, Stored, crc32c, crc32c_matches};
 use zstd::bulk::Decompressor;
 
 use crate::error::BlockProblem;
@@ -15,36 +15,36 @@ thread_local! {
 /// The first bytes of a zstd frame (RFC 8878, section 3.1.1).
 const ZSTD_MAGIC: [u8; 4] = 0xFD2F_B528u32.to_le_bytes();
 
-/// Encoding of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Encoding {
-    Raw,
-    Zstd,
-}
-
-/// Verifies and decodes the stored bytes of a block. `length` is the length of the decoded block in
-/// bytes. A raw block must have this length already.
+/// Verifies and decodes the stored bytes of a block with this entry. `length` is the length of the
+/// decoded block in bytes. A block that is not compressed must have this length already.
 pub(crate) fn decode_block(
     mut bytes: Vec<u8>,
-    stored: &Stored,
-    encoding: Encoding,
-    length: u32,
+    entry: &Entry,
+    length: u64,
 ) -> Result<Vec<u8>, BlockProblem> {
+    let (Entry::Raw(stored) | Entry::Zstd(stored)) = entry else {
+        // An open block has no checksum.
+        return Ok(bytes);
+    };
     if stored.at.0 == 0 {
         // The stored bytes begin with the header slots, which read as zeros (spec section 11).
         let slots = bytes.len().min(HEADER_AREA_BYTES);
         bytes[..slots].fill(0);
     }
-    let found = crc32c(&bytes);
-    if !crc32c_matches(stored.crc, found) {
-        return Err(BlockProblem::Checksum {
-            expected: stored.crc,
-            found,
-        });
+    check_crc(stored, &bytes)?;
+    match entry {
+        Entry::Zstd(_) => decompress(&bytes, length as usize),
+        _ => Ok(bytes),
     }
-    match encoding {
-        Encoding::Raw => Ok(bytes),
-        Encoding::Zstd => decompress(&bytes, length as usize),
+}
+
+/// Compares stored bytes with the checksum in their entry.
+pub(crate) fn check_crc(stored: &Stored, bytes: &[u8]) -> Result<(), BlockProblem> {
+    let (expected, found) = (stored.crc, crc32c(bytes));
+    if crc32c_matches(expected, found) {
+        Ok(())
+    } else {
+        Err(BlockProblem::Checksum { expected, found })
     }
 }
 

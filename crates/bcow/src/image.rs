@@ -16,8 +16,9 @@ use bcow_format::{
 use sha2::{Digest, Sha256};
 
 use crate::cache::{BlockKey, FileId, TableKey};
-use crate::checked::{CheckedFile, Piece, read_block, read_header, read_metadata, read_table};
-use crate::codec::Encoding;
+use crate::checked::{
+    CheckedFile, Piece, check_raw, read_block, read_header, read_metadata, read_table,
+};
 use crate::device::checked_range;
 use crate::log;
 use crate::merkle::Verifier;
@@ -30,21 +31,12 @@ use crate::{BlockCache, BlockDevice, Error, Extent, Mapping, ShownBy, Status};
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
 /// Options for opening a file for reading.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct OpenOptions {
     /// Cache for decoded blocks. Files opened with clones of these options share its budget.
     pub cache: BlockCache,
     /// Verification of reads.
     pub verify: Verify,
-}
-
-impl Default for OpenOptions {
-    fn default() -> Self {
-        OpenOptions {
-            cache: BlockCache::default(),
-            verify: Verify::Checksums,
-        }
-    }
 }
 
 /// Resolves the backings of a file. Only backings that it returns are opened.
@@ -294,34 +286,25 @@ impl Image {
     pub(crate) fn piece(&self, offset: u64) -> Result<Piece, Error> {
         let region = offset >> self.header.region_shift;
         let region_start = region << self.header.region_shift;
-        let region_length = self.header.region_length(region);
-        if let Some(logged) = self.logged.region(region) {
-            let piece = logged.piece(offset - region_start, region_length);
-            if let Some(entry) = piece.entry {
-                return Ok(Piece {
-                    start: region_start + piece.start,
-                    length: piece.length,
-                    entry,
-                });
-            }
-        }
-        match self.root[region as usize] {
-            Entry::Table(stored) => {
+        let (at, length) = (offset - region_start, self.header.region_length(region));
+        let logged = self.logged.region(region);
+        let logged = logged.and_then(|logged| logged.piece(at, length));
+        let piece = match (logged, self.root[region as usize]) {
+            (Some(piece), _) => piece,
+            (None, Entry::Table(stored)) => {
                 let table = self.table(region, &stored)?;
-                let block = u64::from(table.block_shift.bytes());
-                let index = (offset - region_start) / block;
-                Ok(Piece {
-                    start: region_start + index * block,
-                    length: block.min(region_length - index * block),
-                    entry: table.entries[index as usize],
-                })
+                Piece::of_table(&table, at, length)
             }
-            entry => Ok(Piece {
-                start: region_start,
-                length: region_length,
+            (None, entry) => Piece {
+                start: 0,
+                length,
                 entry,
-            }),
-        }
+            },
+        };
+        Ok(Piece {
+            start: region_start + piece.start,
+            ..piece
+        })
     }
 
     fn table(&self, region: u64, stored: &Stored) -> Result<Arc<SubBlockTable>, Error> {
@@ -342,20 +325,14 @@ impl Image {
         })
     }
 
-    fn block(
-        &self,
-        piece: &Piece,
-        stored: Stored,
-        encoding: Encoding,
-    ) -> Result<Arc<Vec<u8>>, Error> {
+    fn block(&self, piece: &Piece, stored: &Stored) -> Result<Arc<Vec<u8>>, Error> {
         let key = BlockKey {
             file: self.id,
-            stored,
-            encoding,
+            entry: piece.entry,
             length: piece.length as u32,
         };
         self.cache.block(key, || {
-            self.restored(|| read_block(&self.file, piece, &stored, encoding))
+            self.restored(|| read_block(&self.file, piece, stored))
         })
     }
 
@@ -407,17 +384,7 @@ impl Image {
             for (piece, stored) in &run {
                 let (block, behind) = rest.split_at(piece.length as usize);
                 rest = behind;
-                let found = bcow_format::crc32c(block);
-                if !bcow_format::crc32c_matches(stored.crc, found) {
-                    return Err(Error::BadBlock {
-                        logical: piece.start,
-                        stored: stored.at.0,
-                        problem: crate::BlockProblem::Checksum {
-                            expected: stored.crc,
-                            found,
-                        },
-                    });
-                }
+                check_raw(piece.start, stored, block)?;
             }
             Ok(bytes as usize)
         })
@@ -457,6 +424,32 @@ impl Image {
         }
         give_zeros(length - there, sink);
         Ok(())
+    }
+
+    /// Status of a window or backing that shows `bytes` bytes from `offset` on, followed by zeros;
+    /// for `length` bytes from byte `skip` of it on.
+    fn backing_status(
+        &self,
+        index: u32,
+        offset: u64,
+        skip: u64,
+        bytes: u64,
+        length: u64,
+    ) -> Result<Status, Error> {
+        let (entry, device) = &self.backings[index as usize];
+        let shown = bytes.min(entry.size.saturating_sub(offset));
+        if skip >= shown {
+            return Ok(Status::hole(length));
+        }
+        let length = length.min(shown - skip);
+        let device = device.as_ref().ok_or_else(|| Error::MissingBacking {
+            name: entry.name.to_string(),
+            logical: offset,
+        })?;
+        let below = device
+            .status(offset + skip, length)
+            .map_err(|error| error.in_backing(&entry.name))?;
+        Ok(below.one_deeper())
     }
 }
 
@@ -501,11 +494,7 @@ impl BlockDevice for Image {
             let take = (piece.length - skip).min(range.end - at);
             match piece.entry {
                 Entry::Raw(stored) | Entry::Zstd(stored) => {
-                    let encoding = match piece.entry {
-                        Entry::Raw(_) => Encoding::Raw,
-                        _ => Encoding::Zstd,
-                    };
-                    let block = self.block(&piece, stored, encoding)?;
+                    let block = self.block(&piece, &stored)?;
                     sink(&block[skip as usize..(skip + take) as usize]);
                 }
                 Entry::Open(stored) => self.read_stored(stored.at.0 + skip, take, sink)?,
@@ -582,34 +571,6 @@ pub fn identity(header: &Header, last_sequence: u64) -> [u8; 32] {
     hasher.update(header.encode());
     hasher.update(last_sequence.to_le_bytes());
     hasher.finalize().into()
-}
-
-impl Image {
-    /// Status of a window or backing that shows `bytes` bytes from `offset` on, followed by zeros;
-    /// for `length` bytes from byte `skip` of it on.
-    fn backing_status(
-        &self,
-        index: u32,
-        offset: u64,
-        skip: u64,
-        bytes: u64,
-        length: u64,
-    ) -> Result<Status, Error> {
-        let (entry, device) = &self.backings[index as usize];
-        let shown = bytes.min(entry.size.saturating_sub(offset));
-        if skip >= shown {
-            return Ok(Status::hole(length));
-        }
-        let length = length.min(shown - skip);
-        let device = device.as_ref().ok_or_else(|| Error::MissingBacking {
-            name: entry.name.to_string(),
-            logical: offset,
-        })?;
-        let below = device
-            .status(offset + skip, length)
-            .map_err(|error| error.in_backing(&entry.name))?;
-        Ok(below.one_deeper())
-    }
 }
 
 fn give_zeros(count: u64, sink: &mut dyn FnMut(&[u8])) {

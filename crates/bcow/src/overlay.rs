@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, btree_map};
 use bcow_format::{BlockShift, Entry, FormatError, Header, LogMapping, Record, Stored};
 
 use crate::Error;
+use crate::checked::Piece;
 use crate::root::Root;
 
 /// The regions that the records of a log change, by index.
@@ -33,17 +34,6 @@ struct Blocks {
     /// the region. Pieces are disjoint and consist of whole blocks. A stored piece is one block. A
     /// zero or absent piece can have several blocks.
     pieces: BTreeMap<u64, (u64, Entry)>,
-}
-
-/// One block of a logged region, or the whole region if it is not divided.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct LoggedPiece {
-    /// First byte in the region.
-    pub(crate) start: u64,
-    /// Length in bytes.
-    pub(crate) length: u64,
-    /// The entry of the piece. `None`: the entry is in the stored table of the region.
-    pub(crate) entry: Option<Entry>,
 }
 
 impl Overlay {
@@ -179,28 +169,30 @@ impl LoggedRegion {
             .chain(pieces.filter_map(|(_, entry)| entry.stored()))
     }
 
-    /// The block that covers byte `offset` of the region, which is `length` bytes long.
-    pub(crate) fn piece(&self, offset: u64, length: u64) -> LoggedPiece {
+    /// The block that covers byte `offset` of the region, which is `length` bytes long, or the whole
+    /// region if it is not divided. The piece counts from the start of the region. `None`: the entry
+    /// is in the stored table of the region.
+    pub(crate) fn piece(&self, offset: u64, length: u64) -> Option<Piece> {
         let Some(blocks) = &self.blocks else {
-            return LoggedPiece {
+            return Some(Piece {
                 start: 0,
                 length,
-                entry: Some(self.base),
-            };
+                entry: self.base,
+            });
         };
         let block = u64::from(blocks.shift.bytes());
         let start = offset / block * block;
         let logged = blocks.pieces.range(..=offset).next_back();
         let entry = match (logged, self.base) {
-            (Some((_, &(end, entry))), _) if offset < end => Some(entry),
-            (_, Entry::Table(_)) => None,
-            (_, base) => Some(base),
+            (Some((_, &(end, entry))), _) if offset < end => entry,
+            (_, Entry::Table(_)) => return None,
+            (_, base) => base,
         };
-        LoggedPiece {
+        Some(Piece {
             start,
             length: block.min(length - start),
             entry,
-        }
+        })
     }
 }
 
@@ -262,7 +254,7 @@ mod tests {
     /// The entry of each block of 4 KiB of the region.
     fn entries(region: &LoggedRegion) -> Vec<Option<Entry>> {
         (0..16)
-            .map(|block| region.piece(block << 12, 1 << 16).entry)
+            .map(|block| Some(region.piece(block << 12, 1 << 16)?.entry))
             .collect()
     }
 
@@ -293,7 +285,7 @@ mod tests {
             .apply(&mapping(0, 16, Entry::Zero), &header())
             .unwrap();
         assert_eq!(entries(&region), vec![Some(Entry::Zero); 16]);
-        assert_eq!(region.piece(4096, 1 << 16).length, 1 << 16);
+        assert_eq!(region.piece(4096, 1 << 16).unwrap().length, 1 << 16);
     }
 
     #[test]
@@ -319,13 +311,13 @@ mod tests {
         region
             .apply(&mapping(1 << 14, 14, Entry::Zero), &header)
             .unwrap();
-        assert_eq!(region.piece(0, 1 << 16).entry, None);
-        let block = LoggedPiece {
+        assert_eq!(region.piece(0, 1 << 16), None);
+        let block = Piece {
             start: 3 << 13,
             length: 1 << 13,
-            entry: Some(Entry::Zero),
+            entry: Entry::Zero,
         };
-        assert_eq!(region.piece((3 << 13) + 5, 1 << 16), block);
+        assert_eq!(region.piece((3 << 13) + 5, 1 << 16), Some(block));
         let mut region = LoggedRegion::new(stored(8192), None);
         assert!(region.apply(&mapping(0, 12, Entry::Zero), &header).is_err());
     }
@@ -336,11 +328,11 @@ mod tests {
         region
             .apply(&mapping(1 << 17, 14, Entry::Zero), &header())
             .unwrap();
-        let whole = LoggedPiece {
+        let whole = Piece {
             start: 0,
             length: 1 << 13,
-            entry: Some(Entry::Zero),
+            entry: Entry::Zero,
         };
-        assert_eq!(region.piece(4096, 1 << 13), whole);
+        assert_eq!(region.piece(4096, 1 << 13), Some(whole));
     }
 }

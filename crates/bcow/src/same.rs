@@ -1,7 +1,5 @@
 //! Detects ranges of two images that have the same bytes, without reading them.
 
-use bcow_format::Stored;
-
 use crate::storage::FileIdentity;
 use crate::{BlockDevice, Image, Mapping};
 
@@ -34,13 +32,7 @@ struct Run {
     file: Option<FileIdentity>,
     offset: u64,
     /// The stored block, if the image stores it, with the first byte in the decoded block.
-    block: Option<(Encoded, u64)>,
-}
-
-#[derive(PartialEq, Eq)]
-enum Encoded {
-    Raw(Stored),
-    Zstd(Stored),
+    block: Option<(Mapping, u64)>,
 }
 
 impl Run {
@@ -61,12 +53,8 @@ impl Run {
         Some(match extent.mapping {
             Mapping::Zero | Mapping::Hole => zeros(own),
             Mapping::Open { .. } => own,
-            Mapping::Raw { stored } => Run {
-                block: Some((Encoded::Raw(stored), skip)),
-                ..own
-            },
-            Mapping::Compressed { stored } => Run {
-                block: Some((Encoded::Zstd(stored), skip)),
+            mapping @ (Mapping::Raw { .. } | Mapping::Compressed { .. }) => Run {
+                block: Some((mapping, skip)),
                 ..own
             },
             Mapping::Backing { bytes, .. } if skip >= bytes => zeros(own),

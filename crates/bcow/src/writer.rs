@@ -234,7 +234,7 @@ impl ImageWriter {
             let filled = self.block.len() as u64;
             if filled == 0 && !self.is_first_block() && count >= length {
                 let blocks = count / length;
-                self.pipeline.zeros(blocks)?;
+                self.pipeline.run(Entry::Zero, blocks)?;
                 self.block_start += blocks * length;
                 count -= blocks * length;
                 continue;
@@ -308,7 +308,7 @@ impl ImageWriter {
         let block = std::mem::replace(&mut self.block, next);
         if self.is_first_block() {
             self.first = Some(block);
-            self.pipeline.skip()?;
+            self.pipeline.run(Entry::Zero, 1)?;
         } else {
             self.pipeline.block(self.block_start, block)?;
         }
@@ -374,7 +374,9 @@ impl ImageWriter {
         let mut root = self
             .layout
             .write_tables(size, region_shift, fill, &mut out)?;
-        self.windows.fill(&mut root);
+        for (region, entry) in self.windows.entries() {
+            root[region as usize] = entry;
+        }
         let root = out.section(&encode_root(&root))?;
         let metadata = out.metadata(metadata)?;
         let purpose = match self.options.disk {
@@ -522,15 +524,14 @@ impl Appender<'_> {
     }
 
     fn metadata(&mut self, metadata: &serde_json::Value) -> Result<Section, Error> {
-        let json = serde_json::to_vec(metadata)
-            .map_err(|error| Error::Unsupported(format!("metadata that is no JSON: {error}")))?;
+        let json = metadata.to_string();
         if json.len() > MAX_METADATA_BYTES as usize {
             return Err(Error::Unsupported(format!(
                 "metadata of {} bytes; the format holds {MAX_METADATA_BYTES}",
                 json.len()
             )));
         }
-        self.section(&json)
+        self.section(json.as_bytes())
     }
 
     fn section(&mut self, bytes: &[u8]) -> Result<Section, Error> {

@@ -4,7 +4,6 @@ use bcow_format::{BackingEntry, Entry, Header, Stored, SubBlockTable, check_frag
 
 use super::{CheckOptions, Report};
 use crate::checked::{CheckedFile, Piece, read_block, read_table};
-use crate::codec::Encoding;
 use crate::overlay::{LoggedRegion, Overlay};
 use crate::root::Root;
 use crate::{Error, threads};
@@ -143,36 +142,16 @@ fn piece_at(
     at: u64,
     length: u64,
 ) -> (Piece, bool) {
-    if let Some(logged) = logged {
-        let piece = logged.piece(at, length);
-        if let Some(entry) = piece.entry {
-            let piece = Piece {
-                start: piece.start,
-                length: piece.length,
-                entry,
-            };
-            return (piece, true);
-        }
-    }
-    let piece = match table {
-        Some(table) => table_piece(table, at, length),
+    let logged = logged.and_then(|logged| logged.piece(at, length));
+    let stored = || match table {
+        Some(table) => Piece::of_table(table, at, length),
         None => Piece {
             start: 0,
             length,
             entry: root,
         },
     };
-    (piece, false)
-}
-
-fn table_piece(table: &SubBlockTable, at: u64, length: u64) -> Piece {
-    let block = u64::from(table.block_shift.bytes());
-    let start = at / block * block;
-    Piece {
-        start,
-        length: block.min(length - start),
-        entry: table.entries[(at / block) as usize],
-    }
+    (logged.unwrap_or_else(stored), logged.is_some())
 }
 
 /// Checks a piece, given by its offset in a region that begins at `region_start`.
@@ -185,11 +164,8 @@ fn check_block(
     data: bool,
     report: &mut RegionReport,
 ) -> Result<(), Error> {
-    let (stored, encoding) = match piece.entry {
-        Entry::Raw(stored) => (stored, Some(Encoding::Raw)),
-        Entry::Zstd(stored) => (stored, Some(Encoding::Zstd)),
-        Entry::Open(stored) => (stored, None),
-        _ => return Ok(()),
+    let Some(stored) = piece.entry.stored() else {
+        return Ok(());
     };
     if is_logged {
         report.used.logged.push(stored)
@@ -197,7 +173,7 @@ fn check_block(
         report.used.in_tables.push(stored)
     }
     report.blocks += 1;
-    report.open_blocks += u64::from(encoding.is_none());
+    report.open_blocks += u64::from(matches!(piece.entry, Entry::Open(_)));
     if !data {
         return Ok(());
     }
@@ -206,23 +182,15 @@ fn check_block(
         ..*piece
     };
     report.bytes_read += u64::from(stored.bytes);
-    let read = match encoding {
-        Some(encoding) => read_block(subject.file, &piece, &stored, encoding).map(|_| ()),
-        // Without a checksum, the check only shows that the bytes are readable.
-        None => {
-            let mut bytes = vec![0; stored.bytes as usize];
-            subject.file.read_at(stored.at.0, &mut bytes)
+    // Of an open block, which has no checksum, this only shows that the bytes are readable.
+    if let Err(error) = read_block(subject.file, &piece, &stored) {
+        if error.code().is_none() {
+            return Err(error);
         }
-    };
-    match read {
-        Err(error) if error.code().is_none() => Err(error),
-        Err(error) => {
-            let place = format!("region {region}, byte {}", piece.start);
-            report.errors.push((place, error));
-            Ok(())
-        }
-        Ok(()) => Ok(()),
+        let place = format!("region {region}, byte {}", piece.start);
+        report.errors.push((place, error));
     }
+    Ok(())
 }
 
 /// Adds the places that the tables name and that records replaced.
@@ -240,7 +208,7 @@ fn replaced_entries(
         Some(table) => {
             let block = u64::from(table.block_shift.bytes());
             for (index, entry) in (0..).zip(&table.entries) {
-                if logged.base != root || logged.piece(index * block, length).entry.is_some() {
+                if logged.base != root || logged.piece(index * block, length).is_some() {
                     used.replaced.extend(entry.stored());
                 }
             }

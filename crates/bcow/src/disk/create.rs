@@ -154,10 +154,7 @@ impl Disk {
             end = (offset + bytes.len() as u64).next_multiple_of(SECTOR_BYTES);
             Ok(Section::of(offset, bytes))
         };
-        let metadata =
-            section(&serde_json::to_vec(&options.metadata()).map_err(|error| {
-                Error::Unsupported(format!("metadata that is no JSON: {error}"))
-            })?)?;
+        let metadata = section(options.metadata().to_string().as_bytes())?;
         let backings = match &backing {
             Some((entry, _)) => section(&backing_table(entry)?)?,
             None => Section::default(),

@@ -43,27 +43,18 @@ impl Disk {
         options: &OpenOptions,
         resolver: &dyn BackingResolver,
     ) -> Result<Disk, Error> {
-        Disk::open_noting(storage, options, resolver, None)
+        Disk::open_with_ledger(storage, options, resolver, None)
     }
 
-    /// Same as [`Disk::open`]. From now on, `ledger` has all changes that no flush has recorded. If
-    /// the process is killed, another one that opens the file with this ledger continues: it finds
-    /// all data that was written, also without a flush.
+    /// Same as [`Disk::open`]. From now on, `ledger`, if there is one, has all changes that no flush
+    /// has recorded. If the process is killed, another one that opens the file with this ledger
+    /// continues: it finds all data that was written, also without a flush.
     ///
     /// Between the two processes, no other writer may open the file. Fails with
     /// [`Error::Inconsistent`] if the ledger does not belong to the file, or lacks changes, and
     /// with [`Error::WriteRefused`] if the earlier process refused writes. The file is then as
     /// after a crash.
     pub fn open_with_ledger(
-        storage: Arc<dyn Storage>,
-        options: &OpenOptions,
-        resolver: &dyn BackingResolver,
-        ledger: Arc<Ledger>,
-    ) -> Result<Disk, Error> {
-        Disk::open_noting(storage, options, resolver, Some(ledger))
-    }
-
-    fn open_noting(
         storage: Arc<dyn Storage>,
         options: &OpenOptions,
         resolver: &dyn BackingResolver,

@@ -2,16 +2,15 @@
 
 use std::ops::Range;
 
-use bcow_format::{Entry, Stored, crc32c, crc32c_matches};
+use bcow_format::{Entry, Stored};
 
 use super::region::{Region, RegionState};
 use super::regions::FoundRegion;
 use super::{Disk, Inner, Operation, RegionBlock, block_at, by_region};
 use crate::cache::BlockKey;
-use crate::checked::{Piece, read_block};
-use crate::codec::Encoding;
+use crate::checked::{Piece, check_raw, read_block};
 use crate::sync::Arc;
-use crate::{BlockDevice, BlockProblem, Error, Extent, Status};
+use crate::{BlockDevice, Error, Extent, Status};
 
 /// Blocks of up to this size are read into a buffer on the stack, to verify the checksum.
 const SECTOR: usize = 4096;
@@ -190,21 +189,17 @@ impl Operation<'_> {
             if skip > 0 || (buf.len() as u64) < block.length {
                 take = ((block.length - skip) as usize).min(buf.len());
                 let stored = raw(state, block.index);
-                let copy = |block: &[u8], buf: &mut [u8]| {
-                    buf[..take].copy_from_slice(&block[skip as usize..skip as usize + take]);
+                let (mut sector, mut large) = ([0; SECTOR], Vec::new());
+                let whole = match block.length as usize {
+                    length @ ..=SECTOR => &mut sector[..length],
+                    length => {
+                        large.resize(length, 0);
+                        &mut large[..]
+                    }
                 };
-                if block.length as usize <= SECTOR {
-                    let mut sector = [0; SECTOR];
-                    let whole = &mut sector[..block.length as usize];
-                    self.read_stored(stored.at.0, whole)?;
-                    self.check_raw(region, &block, &stored, whole)?;
-                    copy(whole, buf);
-                } else {
-                    let mut whole = vec![0; block.length as usize];
-                    self.read_stored(stored.at.0, &mut whole)?;
-                    self.check_raw(region, &block, &stored, &whole)?;
-                    copy(&whole, buf);
-                }
+                self.read_stored(stored.at.0, whole)?;
+                check_raw(self.lba(region, block.start).0, &stored, whole)?;
+                buf[..take].copy_from_slice(&whole[skip as usize..skip as usize + take]);
             } else {
                 // Whole blocks; the last of the region may be shorter than the others.
                 let mut whole = 0;
@@ -221,7 +216,7 @@ impl Operation<'_> {
                     let block = block_at(at + seen as u64, shift, region.length);
                     let end = seen + block.length as usize;
                     let stored = raw(state, block.index);
-                    self.check_raw(region, &block, &stored, &buf[seen..end])?;
+                    check_raw(self.lba(region, block.start).0, &stored, &buf[seen..end])?;
                     seen = end;
                 }
             }
@@ -231,47 +226,24 @@ impl Operation<'_> {
         Ok(())
     }
 
-    fn check_raw(
-        self,
-        region: &Region,
-        block: &RegionBlock,
-        stored: &Stored,
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        let found = crc32c(bytes);
-        if crc32c_matches(stored.crc, found) {
-            return Ok(());
-        }
-        Err(Error::BadBlock {
-            logical: self.lba(region, block.start).0,
-            stored: stored.at.0,
-            problem: BlockProblem::Checksum {
-                expected: stored.crc,
-                found,
-            },
-        })
-    }
-
     fn read_zstd(
         self,
         region: &Region,
         block: &RegionBlock,
         stored: Stored,
     ) -> Result<Arc<Vec<u8>>, Error> {
+        let piece = Piece {
+            start: self.lba(region, block.start).0,
+            length: block.length,
+            entry: Entry::Zstd(stored),
+        };
         let key = BlockKey {
             file: self.id,
-            stored,
-            encoding: Encoding::Zstd,
+            entry: piece.entry,
             length: block.length as u32,
         };
-        self.cache.block(key, || {
-            let piece = Piece {
-                start: self.lba(region, block.start).0,
-                length: block.length,
-                entry: Entry::Zstd(stored),
-            };
-            read_block(&self.file, &piece, &stored, Encoding::Zstd)
-        })
+        let read = || read_block(&self.file, &piece, &stored);
+        self.cache.block(key, read)
     }
 
     /// Reads the content at `start` of the address space where the entry is absent or zero.
@@ -309,7 +281,7 @@ impl Operation<'_> {
             Entry::Raw(stored) => {
                 let mut whole = vec![0; block.length as usize];
                 self.read_stored(stored.at.0, &mut whole)?;
-                self.check_raw(region, block, stored, &whole)?;
+                check_raw(self.lba(region, block.start).0, stored, &whole)?;
                 buf.copy_from_slice(&whole[start..end]);
                 Ok(())
             }

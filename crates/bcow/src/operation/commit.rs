@@ -19,7 +19,7 @@ use std::sync::Arc;
 use bcow_format::{BackingEntry, BackingName};
 
 use super::{Monitor, OperationError, Phase, STEP_BYTES, step};
-use crate::chain::{ChainProblem, Opener, Policy};
+use crate::chain::{ChainCause, ChainProblem, Opener, Policy};
 use crate::locked::{LockFileError, LockedFile};
 use crate::{
     BackingResolver, BlockDevice, Content, Disk, Error, Image, Mapping, OneBacking, OpenOptions,
@@ -110,10 +110,8 @@ pub fn commit_into_backing(
     let opener = Opener::new(file.path(), policy.clone());
     let path = match opener.open(entry) {
         Ok(_) => opener.files().into_iter().next().and_then(|file| file.path),
-        Err(problem) => match &*problem {
-            ChainProblem::Size { path, found, .. } if is_interrupted(&image, *found) => {
-                Some(path.clone())
-            }
+        Err(problem) => match &problem.cause {
+            ChainCause::Size { path, found, .. } if is_interrupted(&image, *found) => path.clone(),
             _ => return Err(CommitError::Chain(problem)),
         },
     };

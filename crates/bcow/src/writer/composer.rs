@@ -5,19 +5,16 @@ use std::sync::Arc;
 
 use bcow_format::{
     BackingEntry, BlockShift, Entry, Features, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES,
-    State, Stored, SubBlockTable, Uba, Use, encode_root, encode_table, incompatible,
-    read_only_compatible,
+    State, SubBlockTable, Use, encode_root, encode_table, incompatible, read_only_compatible,
 };
 use sha2::{Digest, Sha256};
 
-use super::encode::{Encoder, Form};
-use super::windows::Windows;
+use super::encode::Encoder;
+use super::pipeline::{Placement, Sink};
+use super::windows::{Windows, window_entries};
 use super::{Appender, Compression, write_merkle, write_slots};
 use crate::Error;
 use crate::storage::Storage;
-
-/// Bytes that are collected before a write.
-const WRITE_BYTES: usize = 1 << 20;
 
 /// Properties of a disk that is composed of pieces.
 #[derive(Debug, Clone)]
@@ -37,10 +34,10 @@ pub struct Composition {
 /// Writes a sealed disk. What is not written is a hole. A region has one kind of content: stored
 /// bytes, or a window, or fragments.
 pub struct Composer {
-    storage: Arc<dyn Storage>,
     form: Composition,
     block_shift: BlockShift,
     encoder: Encoder,
+    sink: Sink,
     /// The stored blocks, by index, with the SHA-256 of their content.
     blocks: BTreeMap<u64, ([u8; 32], Entry)>,
     /// Blocks of which some bytes are still to come.
@@ -50,9 +47,6 @@ pub struct Composer {
     windows: BTreeMap<u64, Entry>,
     /// By sector.
     fragments: BTreeMap<u64, Entry>,
-    /// Stored bytes that are not written yet, and where they belong.
-    buffer: Vec<u8>,
-    buffer_start: u64,
 }
 
 struct Begun {
@@ -86,7 +80,7 @@ impl Composer {
         }
         Ok(Composer {
             encoder: Encoder::new(form.compression)?,
-            storage,
+            sink: Sink::new(storage, Placement::Packed),
             form,
             block_shift,
             blocks: BTreeMap::new(),
@@ -94,8 +88,6 @@ impl Composer {
             known: HashMap::new(),
             windows: BTreeMap::new(),
             fragments: BTreeMap::new(),
-            buffer: Vec::new(),
-            buffer_start: SECTOR_BYTES,
         })
     }
 
@@ -150,19 +142,13 @@ impl Composer {
             )));
         }
         self.check_shown(backing, address, bytes)?;
-        let mut done = 0;
-        while done < bytes {
-            let length = (bytes - done).min(region_bytes);
-            let entry = Entry::Window {
-                address: address + done,
-                sectors: (length / SECTOR_BYTES) as u32,
-                backing,
-            };
-            let region = (offset + done) >> self.form.region_shift;
+        let shift = self.form.region_shift;
+        for (region, entry) in
+            (offset >> shift..).zip(window_entries(backing, address, bytes, shift))
+        {
             if self.windows.insert(region, entry).is_some() {
                 return Err(mixed(region));
             }
-            done += length;
         }
         Ok(())
     }
@@ -220,7 +206,11 @@ impl Composer {
         let entry = match self.known.get(&digest) {
             Some(&entry) => entry,
             None => {
-                let entry = self.encode(bytes)?;
+                let entry = match self.sink.store(0, self.encoder.encode(bytes))?.entry {
+                    // As a hole, like what is not written.
+                    Entry::Zero => Entry::Absent,
+                    entry => entry,
+                };
                 self.known.insert(digest, entry);
                 entry
             }
@@ -262,47 +252,16 @@ impl Composer {
         Ok(hasher.finalize().into())
     }
 
-    fn encode(&mut self, bytes: Vec<u8>) -> Result<Entry, Error> {
-        let encoded = self.encoder.encode(bytes);
-        let logical_crc = encoded.logical_crc;
-        Ok(match encoded.form {
-            // As a hole, like what is not written.
-            Form::Zero => Entry::Absent,
-            Form::Raw(bytes) => Entry::Raw(self.put(&bytes, logical_crc)?),
-            Form::Zstd { frame, crc } => Entry::Zstd(self.put(&frame, crc)?),
-        })
-    }
-
-    fn put(&mut self, bytes: &[u8], crc: u32) -> Result<Stored, Error> {
-        let at = self.buffer_start + self.buffer.len() as u64;
-        self.buffer.extend_from_slice(bytes);
-        if self.buffer.len() >= WRITE_BYTES {
-            self.write_buffer()?;
-        }
-        Ok(Stored {
-            at: Uba(at),
-            bytes: bytes.len() as u32,
-            crc,
-        })
-    }
-
-    fn write_buffer(&mut self) -> Result<(), Error> {
-        self.storage.write(self.buffer_start, &self.buffer)?;
-        self.buffer_start += self.buffer.len() as u64;
-        self.buffer.clear();
-        Ok(())
-    }
-
     /// Writes the tables, `metadata` (spec section 13), the Merkle tree and the header. Nothing is
     /// synced. Returns the header.
     pub fn finish(mut self, metadata: &serde_json::Value) -> Result<Header, Error> {
         self.end_blocks()?;
-        self.write_buffer()?;
-        let storage = Arc::clone(&self.storage);
+        self.sink.flush()?;
+        let storage = Arc::clone(&self.sink.storage);
         let mut out = Appender {
             storage: &*storage,
             align: 16,
-            at: self.buffer_start,
+            at: self.sink.end,
         };
         let size = self.form.size;
         let features = self.features();
@@ -310,10 +269,9 @@ impl Composer {
         let root = out.section(&encode_root(&root))?;
         let metadata = out.metadata(metadata)?;
         let mut table = Windows::default();
-        let backing_count = self.form.backings.len() as u32;
-        for backing in std::mem::take(&mut self.form.backings) {
-            table.add_backing(backing);
-        }
+        table
+            .backings
+            .extend(std::mem::take(&mut self.form.backings));
         let backings = out.section(&table.backing_table(Use::Disk)?)?;
         out.pad()?;
         let mut header = Header {
@@ -321,7 +279,7 @@ impl Composer {
             root,
             metadata,
             backings,
-            backing_count,
+            backing_count: table.backing_count(),
             ..Header::new(Use::Disk, State::Sealed, self.form.region_shift, size)
         };
         write_merkle(&mut header, &mut out, 1)?;

@@ -2,7 +2,7 @@
 //! for each region.
 
 use bcow_format::{
-    BackingEntry, BlockShift, MAX_ADDRESS, MAX_LOG_BYTES, MAX_ROOT_ENTRIES, SECTOR_BYTES,
+    BackingEntry, BlockShift, Entry, MAX_ADDRESS, MAX_LOG_BYTES, MAX_ROOT_ENTRIES, SECTOR_BYTES,
 };
 
 use super::{ImageWriter, REGION_SHIFT, WriterOptions};
@@ -101,7 +101,7 @@ impl ImageWriter {
             let to_end = self.position() + count >= size;
             if filled == 0 && (count >= length || to_end) {
                 let blocks = if to_end { count.div_ceil(length) } else { count / length };
-                self.pipeline.absent(blocks)?;
+                self.pipeline.run(Entry::Absent, blocks)?;
                 let bytes = count.min(blocks * length);
                 self.block_start += bytes;
                 count -= bytes;

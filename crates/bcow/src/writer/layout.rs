@@ -1,23 +1,19 @@
 //! The places of stored blocks, and the tables that name them.
 
-use bcow_format::{BlockShift, Entry, Stored, SubBlockTable, encode_table};
+use bcow_format::{BlockShift, Entry, SubBlockTable, encode_table};
 
 use super::Appender;
 use crate::Error;
 
 /// One stored block, or a run of blocks without stored data.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum BlockRun {
-    /// A number of zero blocks.
-    Zeros(u64),
-    /// A number of absent blocks: they show the backing, or are holes.
-    Absent(u64),
-    Block {
-        stored: Stored,
-        zstd: bool,
-        /// CRC32C of the block before encoding.
-        logical_crc: u32,
-    },
+pub(super) struct BlockRun {
+    /// The entry of each block.
+    pub(super) entry: Entry,
+    /// The number of blocks: 1 if the entry stores data.
+    pub(super) blocks: u64,
+    /// CRC32C of a stored block before encoding.
+    pub(super) logical_crc: u32,
 }
 
 /// Stretches of the address space with one block size each, and all records in order.
@@ -61,7 +57,7 @@ impl Layout {
     pub(super) fn has_zstd(&self) -> bool {
         self.records
             .iter()
-            .any(|record| matches!(record, BlockRun::Block { zstd: true, .. }))
+            .any(|record| matches!(record.entry, Entry::Zstd(_)))
     }
 
     /// All blocks and runs, with their addresses.
@@ -79,11 +75,7 @@ impl Layout {
                 shift,
                 record,
             };
-            let blocks = match record {
-                BlockRun::Zeros(blocks) | BlockRun::Absent(blocks) => blocks,
-                BlockRun::Block { .. } => 1,
-            };
-            logical += blocks << shift.get();
+            logical += record.blocks << shift.get();
             placed
         })
     }
@@ -103,14 +95,7 @@ impl Layout {
         // The current region with a table, and this table.
         let mut open: Option<(u64, SubBlockTable)> = None;
         for placed in self.placed() {
-            let (entry, blocks) = match placed.record {
-                BlockRun::Zeros(blocks) => (Entry::Zero, blocks),
-                BlockRun::Absent(blocks) => (Entry::Absent, blocks),
-                BlockRun::Block {
-                    stored, zstd: true, ..
-                } => (Entry::Zstd(stored), 1),
-                BlockRun::Block { stored, .. } => (Entry::Raw(stored), 1),
-            };
+            let BlockRun { entry, blocks, .. } = placed.record;
             if entry == fill {
                 continue;
             }

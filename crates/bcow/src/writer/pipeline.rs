@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use bcow_format::{SECTOR_BYTES, Stored, Uba, crc32c};
+use bcow_format::{Entry, SECTOR_BYTES, Stored, Uba};
 
 use super::Compression;
 use super::encode::{Encoded, Encoder, Form};
@@ -124,22 +124,10 @@ impl Pipeline {
         if sent { Ok(()) } else { Err(self.failure()) }
     }
 
-    /// Adds `blocks` blocks of zeros.
-    pub(super) fn zeros(&mut self, blocks: u64) -> Result<(), Error> {
-        self.run(BlockRun::Zeros(blocks))
-    }
-
-    /// Adds `blocks` absent blocks.
-    pub(super) fn absent(&mut self, blocks: u64) -> Result<(), Error> {
-        self.run(BlockRun::Absent(blocks))
-    }
-
-    /// Adds a block that is passed later, to [`Pipeline::finish`].
-    pub(super) fn skip(&mut self) -> Result<(), Error> {
-        self.run(BlockRun::Zeros(1))
-    }
-
-    fn run(&mut self, run: BlockRun) -> Result<(), Error> {
+    /// Adds `blocks` blocks with an entry that stores no data. A zero block at byte 0 can be
+    /// replaced later, by [`Pipeline::finish`].
+    pub(super) fn run(&mut self, entry: Entry, blocks: u64) -> Result<(), Error> {
+        let run = run_of(entry, blocks);
         let sent = match &mut self.stage {
             Stage::Inline { sink, .. } => {
                 sink.records.push(run);
@@ -151,8 +139,8 @@ impl Pipeline {
         if sent { Ok(()) } else { Err(self.failure()) }
     }
 
-    /// Stores the first block if it was skipped, waits for all blocks, and records their places in
-    /// `layout`. Returns the first free byte after the stored blocks.
+    /// Waits for all blocks, stores `first` in place of the zero block at byte 0, and records the
+    /// places of the blocks in `layout`. Returns the first free byte after the stored blocks.
     pub(super) fn finish(
         &mut self,
         first: Option<Vec<u8>>,
@@ -178,7 +166,7 @@ impl Pipeline {
             Stage::Failed => return Err(thread_died()),
         };
         if let Some(first) = first {
-            sink.accept_first(encoder.encode(first))?;
+            sink.records[0] = sink.store(0, encoder.encode(first))?;
         }
         sink.flush()?;
         layout.fill(std::mem::take(&mut sink.records));
@@ -196,6 +184,15 @@ impl Pipeline {
             }
             _ => thread_died(),
         }
+    }
+}
+
+/// Blocks with an entry that stores no data.
+fn run_of(entry: Entry, blocks: u64) -> BlockRun {
+    BlockRun {
+        entry,
+        blocks,
+        logical_crc: 0,
     }
 }
 
@@ -226,19 +223,19 @@ fn drain(mut sink: Sink, results: &Receiver<Ordered>) -> Result<Sink, Error> {
 }
 
 /// Writes stored blocks to the file.
-struct Sink {
-    storage: Arc<dyn Storage>,
+pub(super) struct Sink {
+    pub(super) storage: Arc<dyn Storage>,
     placement: Placement,
     /// Stored bytes that are not written yet; they belong at `buffer_at`.
     buffer: Vec<u8>,
     buffer_at: u64,
     /// First free byte of the file.
-    end: u64,
+    pub(super) end: u64,
     records: Vec<BlockRun>,
 }
 
 impl Sink {
-    fn new(storage: Arc<dyn Storage>, placement: Placement) -> Self {
+    pub(super) fn new(storage: Arc<dyn Storage>, placement: Placement) -> Self {
         Sink {
             storage,
             placement,
@@ -255,24 +252,12 @@ impl Sink {
         Ok(())
     }
 
-    /// Stores the block at byte 0, whose position was reserved by [`Pipeline::skip`].
-    fn accept_first(&mut self, encoded: Encoded) -> Result<(), Error> {
-        let record = if self.placement == Placement::Plain {
-            self.store_first_plain(encoded)?
-        } else {
-            self.store(0, encoded)?
-        };
-        match self.records.first_mut() {
-            Some(first) => *first = record,
-            None => self.records.push(record),
-        }
-        Ok(())
-    }
-
-    fn store(&mut self, logical: u64, encoded: Encoded) -> Result<BlockRun, Error> {
+    /// Stores a block at byte `logical` of the address space. The first block of a plain file
+    /// begins with the header slots, which are written last; its checksum counts them as zeros.
+    pub(super) fn store(&mut self, logical: u64, encoded: Encoded) -> Result<BlockRun, Error> {
         let logical_crc = encoded.logical_crc;
         let (bytes, crc, zstd) = match encoded.form {
-            Form::Zero => return Ok(BlockRun::Zeros(1)),
+            Form::Zero => return Ok(run_of(Entry::Zero, 1)),
             Form::Raw(bytes) => (bytes, logical_crc, false),
             Form::Zstd { frame, crc } => (frame, crc, true),
         };
@@ -304,34 +289,14 @@ impl Sink {
             self.buffer.extend_from_slice(&bytes);
         }
         self.end = self.end.max(stored.end());
-        Ok(BlockRun::Block {
-            stored,
-            zstd,
+        Ok(BlockRun {
+            entry: if zstd { Entry::Zstd(stored) } else { Entry::Raw(stored) },
+            blocks: 1,
             logical_crc,
         })
     }
 
-    /// Stores the first block of a plain file. The header slots in it are written last; its
-    /// checksum counts them as zeros.
-    fn store_first_plain(&mut self, encoded: Encoded) -> Result<BlockRun, Error> {
-        self.flush()?;
-        let Form::Raw(bytes) = encoded.form else {
-            return Ok(BlockRun::Zeros(1));
-        };
-        self.storage.write(0, &bytes)?;
-        self.end = self.end.max(bytes.len() as u64);
-        Ok(BlockRun::Block {
-            stored: Stored {
-                at: Uba(0),
-                bytes: bytes.len() as u32,
-                crc: crc32c(&bytes),
-            },
-            zstd: false,
-            logical_crc: encoded.logical_crc,
-        })
-    }
-
-    fn flush(&mut self) -> Result<(), Error> {
+    pub(super) fn flush(&mut self) -> Result<(), Error> {
         if !self.buffer.is_empty() {
             self.storage.write(self.buffer_at, &self.buffer)?;
             self.buffer_at += self.buffer.len() as u64;

@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use bcow_format::{Entry, crc32c};
+use bcow_format::crc32c;
 
 use super::Written;
-use super::layout::{BlockRun, Placed};
+use super::layout::Placed;
 use crate::checked::{CheckedFile, read_block};
-use crate::codec::Encoding;
 use crate::{BlockProblem, Error, Image, OpenOptions, threads};
 
 /// Number of blocks that one thread takes at a time.
@@ -56,29 +55,19 @@ fn verify_block(image: &Image, file: &CheckedFile, placed: &Placed) -> Result<()
         stored: 0,
         problem: BlockProblem::Decompress(problem),
     };
-    match (placed.record, piece.entry) {
-        (BlockRun::Zeros(_), Entry::Zero) | (BlockRun::Absent(_), Entry::Absent) => Ok(()),
-        (
-            BlockRun::Block {
-                stored,
-                logical_crc,
-                ..
-            },
-            Entry::Raw(found) | Entry::Zstd(found),
-        ) if stored == found && piece.start == placed.logical => {
-            let encoding = match piece.entry {
-                Entry::Raw(_) => Encoding::Raw,
-                _ => Encoding::Zstd,
-            };
-            let block = read_block(file, &piece, &stored, encoding)?;
-            let found = crc32c(&block);
-            if found != logical_crc {
-                return Err(wrong(format!(
-                    "reads back with checksum {found:#010x}, was appended with {logical_crc:#010x}"
-                )));
-            }
-            Ok(())
-        }
-        (record, entry) => Err(wrong(format!("written as {record:?}, found as {entry:?}"))),
+    let record = placed.record;
+    let stored = piece.entry.stored();
+    if piece.entry != record.entry || (stored.is_some() && piece.start != placed.logical) {
+        return Err(wrong(format!("written as {record:?}, found as {piece:?}")));
     }
+    if let Some(stored) = stored {
+        let found = crc32c(&read_block(file, &piece, &stored)?);
+        if found != record.logical_crc {
+            return Err(wrong(format!(
+                "reads back with checksum {found:#010x}, was appended with {:#010x}",
+                record.logical_crc
+            )));
+        }
+    }
+    Ok(())
 }

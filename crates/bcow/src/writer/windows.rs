@@ -10,10 +10,27 @@ use crate::Error;
 
 const REGION_BYTES: u64 = 1 << REGION_SHIFT;
 
+/// The entries of the regions of a window, which shows `bytes` bytes of a backing from byte
+/// `address` on.
+pub(super) fn window_entries(
+    backing: u32,
+    address: u64,
+    bytes: u64,
+    region_shift: u8,
+) -> impl Iterator<Item = Entry> {
+    let region_bytes = 1u64 << region_shift;
+    let starts = (0..bytes).step_by(region_bytes as usize);
+    starts.map(move |done| Entry::Window {
+        address: address + done,
+        sectors: ((bytes - done).min(region_bytes) / SECTOR_BYTES) as u32,
+        backing,
+    })
+}
+
 /// The backings of an image being written, and the windows onto them.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
-    backings: Vec<BackingEntry>,
+    pub(super) backings: Vec<BackingEntry>,
     windows: Vec<Window>,
 }
 
@@ -120,31 +137,12 @@ impl Windows {
         });
     }
 
-    /// Sets the root entries of the windows.
-    pub(super) fn fill(&self, root: &mut [Entry]) {
-        for (region, entry) in self.entries() {
-            root[region as usize] = entry;
-        }
-    }
-
     /// Each region that is part of a window, with its entry.
     pub(super) fn entries(&self) -> impl Iterator<Item = (u64, Entry)> + '_ {
         self.windows.iter().flat_map(|window| {
-            let Window {
-                start,
-                backing,
-                backing_address,
-                bytes,
-            } = *window;
-            (0..bytes.div_ceil(REGION_BYTES)).map(move |index| {
-                let done = index * REGION_BYTES;
-                let entry = Entry::Window {
-                    address: backing_address + done,
-                    sectors: ((bytes - done).min(REGION_BYTES) / SECTOR_BYTES) as u32,
-                    backing,
-                };
-                ((start >> REGION_SHIFT) + index, entry)
-            })
+            let (address, bytes) = (window.backing_address, window.bytes);
+            let entries = window_entries(window.backing, address, bytes, REGION_SHIFT);
+            (window.start >> REGION_SHIFT..).zip(entries)
         })
     }
 

@@ -138,7 +138,7 @@ impl Subject {
         let backing = OneBacking(Some(self.backing.clone()));
         let options = OpenOptions::default();
         let file = Mortal::new(&self.file, &life);
-        Disk::open_with_ledger(file, &options, &backing, ledger)
+        Disk::open_with_ledger(file, &options, &backing, Some(ledger))
     }
 
     /// Changes the disk at random until its process ends. Returns the number of answered changes,
@@ -271,7 +271,7 @@ fn a_full_ledger_stops_no_write_and_is_refused() {
     let ledger = Arc::new(Ledger::create(noted.clone()).unwrap());
     let open = |ledger| {
         let options = OpenOptions::default();
-        Disk::open_with_ledger(file.clone(), &options, &OneBacking(None), ledger)
+        Disk::open_with_ledger(file.clone(), &options, &OneBacking(None), Some(ledger))
     };
     let disk = open(ledger).unwrap();
     disk.write_at(0, &[1; 4096]).unwrap();
@@ -293,7 +293,7 @@ fn a_ledger_of_another_file_is_refused() {
         let ledger = Arc::new(Ledger::create(noted.clone()).unwrap());
         let options = OpenOptions::default();
         let alone = OneBacking(None);
-        let disk = Disk::open_with_ledger(file.clone(), &options, &alone, ledger).unwrap();
+        let disk = Disk::open_with_ledger(file.clone(), &options, &alone, Some(ledger)).unwrap();
         disk.write_at(seed << 16, &noise(seed, 8192)).unwrap();
         (file, noted, disk)
     });
@@ -304,7 +304,7 @@ fn a_ledger_of_another_file_is_refused() {
     drop(files);
     let ledger = Arc::new(Ledger::open(noted).unwrap());
     let options = OpenOptions::default();
-    let opened = Disk::open_with_ledger(file, &options, &OneBacking(None), ledger);
+    let opened = Disk::open_with_ledger(file, &options, &OneBacking(None), Some(ledger));
     let error = opened.err().unwrap().to_string();
     assert!(error.contains("names space that is in use"), "{error}");
 }
@@ -321,7 +321,7 @@ fn changes_during_a_flush_are_not_lost() {
         let life = Arc::new(AtomicI64::new(i64::MAX));
         let watched = Mortal::new(&file, &life);
         let (options, alone) = (OpenOptions::default(), OneBacking(None));
-        let disk = Disk::open_with_ledger(watched.clone(), &options, &alone, ledger).unwrap();
+        let disk = Disk::open_with_ledger(watched.clone(), &options, &alone, Some(ledger)).unwrap();
         let disk = Arc::new(disk);
         let mut content = vec![0; 64 << 10];
         let old = noise(1, 4096);
@@ -348,7 +348,7 @@ fn changes_during_a_flush_are_not_lost() {
         let incomplete = 24;
         noted.write_at(incomplete, &[0; 8]).unwrap();
         let ledger = Arc::new(Ledger::open(noted).unwrap());
-        let again = Disk::open_with_ledger(file.clone(), &options, &alone, ledger).unwrap();
+        let again = Disk::open_with_ledger(file.clone(), &options, &alone, Some(ledger)).unwrap();
         let mut found = vec![0; content.len()];
         again.read_at(0, &mut found).unwrap();
         assert!(found == content, "the record was written: {is_recorded}");
@@ -366,7 +366,8 @@ fn a_record_can_have_newer_blocks_than_the_whole_region_of_the_ledger() {
     let (file, options) = (Mortal::new(&subject.file, &life), OpenOptions::default());
     let ledger = Ledger::open(Mortal::new(&subject.ledger, &life)).unwrap();
     let backing = OneBacking(Some(subject.backing.clone()));
-    let disk = Disk::open_with_ledger(file.clone(), &options, &backing, Arc::new(ledger)).unwrap();
+    let disk =
+        Disk::open_with_ledger(file.clone(), &options, &backing, Some(Arc::new(ledger))).unwrap();
     let region = 4 << 20;
     disk.write_at(region, &noise(1, 4096)).unwrap();
     disk.flush().unwrap();

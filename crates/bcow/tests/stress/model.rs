@@ -305,7 +305,7 @@ impl Chain {
         let below = OneBacking(self.open_below(self.levels.len() - 1));
         let storage = self.top().storage.clone();
         let options = OpenOptions::default();
-        let disk = Disk::open_with_ledger(storage, &options, &below, Arc::new(ledger));
+        let disk = Disk::open_with_ledger(storage, &options, &below, Some(Arc::new(ledger)));
         self.disk = Some(disk.unwrap());
     }
 
@@ -672,7 +672,7 @@ fn threads_on_the_same_blocks(with_ledger: bool) {
         let noted = Arc::new(MemoryStorage::default());
         let ledger = Arc::new(Ledger::create(noted.clone()).unwrap());
         let file = storage.clone();
-        let disk = Disk::open_with_ledger(file, &open, &resolver, ledger).unwrap();
+        let disk = Disk::open_with_ledger(file, &open, &resolver, Some(ledger)).unwrap();
         let one_value = |block: &[u8]| block.iter().all(|byte| *byte == block[0]);
         std::thread::scope(|scope| {
             for thread in 1..=4u8 {
@@ -710,7 +710,7 @@ fn threads_on_the_same_blocks(with_ledger: bool) {
         } else {
             drop(disk);
             let ledger = Arc::new(Ledger::open(noted).unwrap());
-            Disk::open_with_ledger(file, &open, &resolver, ledger).unwrap()
+            Disk::open_with_ledger(file, &open, &resolver, Some(ledger)).unwrap()
         };
         let mut again = vec![0; size as usize];
         disk.read_at(0, &mut again).unwrap();

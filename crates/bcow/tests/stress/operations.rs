@@ -6,7 +6,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use bcow::chain::{ChainProblem, NoDigests, NoUrls, NoViews, Policy, Share};
+use bcow::chain::{ChainCause, NoDigests, NoUrls, NoViews, Policy, Share};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
     CommitError, CompareError, Monitor, NameError, OperationError, Phase, RewriteOptions, commit,
@@ -417,7 +417,7 @@ fn a_commit_that_cannot_be_says_why_by_its_kind() {
     let CommitError::Chain(problem) = refused(&top) else {
         panic!("a problem of the chain");
     };
-    assert!(matches!(&*problem, ChainProblem::InUse { .. }), "{problem}");
+    assert!(matches!(problem.cause, ChainCause::InUse(..)), "{problem}");
     let forced = Policy {
         share: Share::Force,
         ..policy()
