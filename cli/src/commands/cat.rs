@@ -38,7 +38,7 @@ const PIECE: u64 = 1 << 20;
 
 /// Writes the files, one after the other.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
+    let image = OpenImage::open(&args.image, &args.layers.layers, &args.stores)?;
     let tree = image.tree()?;
     let mut out = ui.output();
     for path in &args.paths {

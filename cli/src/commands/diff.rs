@@ -103,7 +103,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 
 /// Whether there are no differences.
 fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
-    let image = OpenImage::open_with_layers(&args.a, &args.layers, &args.stores)?;
+    let image = OpenImage::open(&args.a, &args.layers.layers, &args.stores)?;
     let is_disk = |image: &OpenImage| image.image().header().purpose != Use::Image;
     let Some(b) = &args.b else {
         return match &args.upper {

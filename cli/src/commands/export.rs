@@ -115,7 +115,7 @@ fn destination(args: &Args) -> Result<To<'_>, CommandError> {
 /// Exports.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let to = destination(args)?;
-    let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
+    let image = OpenImage::open(&args.image, &args.layers.layers, &args.stores)?;
     let jobs = args.jobs.map(usize::from);
     let mut out = ui.output();
     let (output, content) = match to {

@@ -80,9 +80,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch();
     let image = if args.keep_going {
         // The content of a missing layer is unreadable, as that of a damaged block is.
-        OpenImage::open_without_content(&args.image, &args.layers, &args.stores, ui)?
+        OpenImage::open_without_content(&args.image, &args.layers.layers, &args.stores, ui)?
     } else {
-        OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?
+        OpenImage::open(&args.image, &args.layers.layers, &args.stores)?
     };
     let tree = image.tree()?;
     let start = tree.find(path, LastLink::Follow)?;

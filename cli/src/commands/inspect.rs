@@ -10,7 +10,7 @@ use bcow_images::inspect::resolve::ResolvedImage;
 use bcow_images::{Name, plain};
 
 use crate::error::{Answer, CommandError, exit};
-use crate::image::{LayerArgs, OpenImage, StoreArgs};
+use crate::image::{OpenImage, StoreArgs};
 use crate::ui::Ui;
 
 /// Show the properties of an image or a disk, and how it is stored
@@ -58,8 +58,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if args.resolve {
         return resolve(args, ui);
     }
-    let image =
-        OpenImage::open_without_content(&args.image, &LayerArgs::default(), &args.stores, ui)?;
+    let image = OpenImage::open_without_content(&args.image, &[], &args.stores, ui)?;
     if let Some(directory) = &args.mount_command {
         let mut out = ui.output();
         writeln!(out, "{}", plain::mount_command(&image, directory, ui)?)?;

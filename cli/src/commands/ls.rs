@@ -58,7 +58,8 @@ pub struct Args {
 
 /// Lists.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open_without_content(&args.image, &args.layers, &args.stores, ui)?;
+    let image =
+        OpenImage::open_without_content(&args.image, &args.layers.layers, &args.stores, ui)?;
     let tree = image.tree()?;
     let path = args.path.as_bytes();
     // With -l a link is shown as a link; without, a link to a directory lists the directory.

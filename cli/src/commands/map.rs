@@ -7,7 +7,7 @@ use bcow_images::extents::ChainExtents;
 use serde::Serialize;
 
 use crate::error::{CommandError, Context};
-use crate::image::{LayerArgs, OpenImage, StoreArgs};
+use crate::image::{OpenImage, StoreArgs};
 use crate::names::printable;
 use crate::size;
 use crate::ui::{Output, Ui};
@@ -58,8 +58,7 @@ pub struct Args {
 
 /// Prints the map.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image =
-        OpenImage::open_without_content(&args.image, &LayerArgs::default(), &args.stores, ui)?;
+    let image = OpenImage::open_without_content(&args.image, &[], &args.stores, ui)?;
     let size = image.image().header().size;
     if args.start > size {
         return Err(CommandError::usage(format!(

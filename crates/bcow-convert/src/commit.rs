@@ -83,7 +83,7 @@ impl UpperCommit<'_> {
         let remote = &self.stores.remote;
         let destination = Destination::of(self.new, &COMMIT_TO, remote, self.image)?;
         refuse_inside(self.upper, &destination)?;
-        let image = OpenImage::open_with_layers(self.image, self.layers, self.stores)?;
+        let image = OpenImage::open(self.image, &self.layers.layers, self.stores)?;
         let changes = changes::read(&image, self.upper, self.stores, Scope::Layer, work.messages)?;
         work.progress.phase("committing");
         let commit = OpenCommit {

@@ -288,7 +288,7 @@ fn open(asked: &Conversion<'_>, platform: Option<&Platform>) -> Result<Opened, C
     match (apparent(name), name.registry()) {
         (Apparent::Bcow, None) => {
             require_there(name)?;
-            Ok(Opened::Image(OpenImage::open(name, stores)?.into()))
+            Ok(Opened::Image(OpenImage::open(name, &[], stores)?.into()))
         }
         (Apparent::Bcow, Some(reference)) => {
             let remote = &stores.remote;

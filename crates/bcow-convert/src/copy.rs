@@ -325,7 +325,7 @@ fn open(
     if is_copied_alone(&file, destination)? {
         Ok(From::File(file))
     } else {
-        with_files_below(file, &OpenImage::open(asked.source, asked.stores)?)
+        with_files_below(file, &OpenImage::open(asked.source, &[], asked.stores)?)
     }
 }
 

@@ -38,7 +38,7 @@ pub fn seal_into(
     stores: &StoreArgs,
     work: &Work<'_>,
 ) -> Result<SealedDisk, CommandError> {
-    let opened = OpenImage::open(name, stores)?;
+    let opened = OpenImage::open(name, &[], stores)?;
     let image = opened.image();
     if image.header().purpose != Use::Disk {
         return Err(
@@ -132,7 +132,7 @@ pub fn compact(
         let new = NewFile::replace(path)?;
         return write_compacted(name, &old.image, old.file.file(), new, path, encoding, work);
     };
-    let opened = OpenImage::open(name, stores)?;
+    let opened = OpenImage::open(name, &[], stores)?;
     let image = opened.image();
     if (image.header().purpose, image.header().state) != (Use::Disk, State::Writable) {
         return Err(

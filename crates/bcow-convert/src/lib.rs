@@ -16,7 +16,7 @@
 //! use bcow_images::interrupt::Interrupt;
 //!
 //! fn export(image: &str, messages: &dyn Messages) -> Result<u64, CommandError> {
-//!     let image = OpenImage::open(&IMAGE.parse(image.as_ref())?, &StoreArgs::default())?;
+//!     let image = OpenImage::open(&IMAGE.parse(image.as_ref())?, &[], &StoreArgs::default())?;
 //!     let work = Work {
 //!         messages,
 //!         progress: &(),

@@ -6,9 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::checksum::hex;
 use crate::error::require;
 use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS, MAX_BACKING_BYTES, MAX_URL_BYTES};
-use crate::{
-    FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, crc32c_matches, incompatible,
-};
+use crate::{FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, incompatible};
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -89,14 +87,8 @@ impl BackingEntry {
 
 /// Decodes and validates the backing table. `bytes` has the length `header.backings.bytes`.
 pub fn decode_backings(bytes: &[u8], header: &Header) -> Result<Vec<BackingEntry>, FormatError> {
-    let found = crc32c(bytes);
-    if !crc32c_matches(header.backings.crc, found) {
-        return Err(FormatError::SectionChecksum {
-            section: SectionKind::Backing,
-            expected: header.backings.crc,
-            found,
-        });
-    }
+    let section = &header.backings;
+    section.check(SectionKind::Backing, crc32c(bytes))?;
     (0..header.backing_count)
         .map(|index| {
             decode_one(bytes, header, header.backing_count, index)

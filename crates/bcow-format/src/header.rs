@@ -11,7 +11,8 @@ use crate::sizes::{
     SECTOR_BYTES, SLOT_BYTES,
 };
 use crate::{
-    Features, FormatError, MerkleShape, crc32c, crc32c_matches, incompatible, read_only_compatible,
+    Features, FormatError, MerkleShape, SectionKind, crc32c, crc32c_matches, incompatible,
+    read_only_compatible,
 };
 
 const MAGIC: [u8; 8] = *b"BCoW\r\n\x1a\n";
@@ -105,6 +106,19 @@ impl Section {
             bytes: bytes.len() as u32,
             crc: crc32c(bytes),
         }
+    }
+
+    /// Fails if `found`, the CRC32C of the bytes, is not the one of the section.
+    pub fn check(&self, section: SectionKind, found: u32) -> Result<(), FormatError> {
+        let expected = self.crc;
+        if crc32c_matches(expected, found) {
+            return Ok(());
+        }
+        Err(FormatError::SectionChecksum {
+            section,
+            expected,
+            found,
+        })
     }
 }
 

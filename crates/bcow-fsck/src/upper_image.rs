@@ -19,7 +19,7 @@ pub fn open(
 ) -> Result<Option<OpenImage>, CommandError> {
     let has_layers = !asked.layers.layers.is_empty();
     let open = |name: &Name| {
-        let image = OpenImage::open_with_layers(name, asked.layers, asked.stores)?;
+        let image = OpenImage::open(name, &asked.layers.layers, asked.stores)?;
         require_same(&image).map(|()| image)
     };
     let recorded = match (asked.lower, recorded) {

@@ -24,7 +24,7 @@ pub fn backing(
     stores: &StoreArgs,
     options: &OpenOptions,
 ) -> Result<(BackingEntry, Arc<Image>), CommandError> {
-    let image = OpenImage::open_with(name, stores, options)?;
+    let image = OpenImage::open_with(name, &[], stores, options, None)?;
     let device = image.image().clone();
     let size = device.size();
     let is_by_name = name.path().is_some() && !by_digest;

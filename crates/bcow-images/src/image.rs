@@ -77,19 +77,23 @@ pub struct ImagePart {
 }
 
 impl OpenImage {
-    /// Opens the image that the user calls `name`, with all its layers and backings.
-    pub fn open(name: &Name, stores: &StoreArgs) -> Result<Self, CommandError> {
-        OpenImage::open_with(name, stores, &OpenOptions::default())
+    /// Opens the image that the user calls `name` with `layers` on top, the lowest first, as one
+    /// image. A file below one of them that is missing or wrong is an error.
+    pub fn open(name: &Name, layers: &[Name], stores: &StoreArgs) -> Result<Self, CommandError> {
+        OpenImage::open_with(name, layers, stores, &OpenOptions::default(), None)
     }
 
-    /// As [`OpenImage::open`], with a cache and checks of the caller's choice.
+    /// As [`OpenImage::open`], with a cache and checks of the caller's choice. The merged metadata
+    /// of the layers stays in the file `merged`, for the next call.
     pub fn open_with(
         name: &Name,
+        layers: &[Name],
         stores: &StoreArgs,
         options: &OpenOptions,
+        merged: Option<&Path>,
     ) -> Result<Self, CommandError> {
-        OpenImage::open_pinned(name, &Given::default(), stores, Pinned::AsAsked, options)?
-            .require_complete()
+        let check = &OpenImage::require_complete;
+        OpenImage::open_parts(name, layers, stores, options, merged, check)
     }
 
     /// As [`OpenImage::open`], for a second image, to which `--root-hash` does not apply.
@@ -101,32 +105,19 @@ impl OpenImage {
 
     /// Returns the image, or an error if a file below it is missing or wrong.
     fn require_complete(self) -> Result<Self, CommandError> {
-        let image = self;
-        let name = image.path();
-        if let Some(problem) = image.problems.first() {
-            return Err(problem.failure(name));
+        if let Some(problem) = self.problems.first() {
+            return Err(problem.failure(self.path()));
         }
-        match image.opened.require_all() {
-            Ok(()) => Ok(image),
-            Err(error) => Err(cannot_open(name, &error)),
-        }
+        let complete = self.opened.require_all();
+        complete.map_err(|error| cannot_open(self.path(), &error))?;
+        Ok(self)
     }
 
-    /// Opens the image that the user calls `name`, with `layers` on top of it.
-    pub fn open_with_layers(
-        name: &Name,
-        layers: &LayerArgs,
-        stores: &StoreArgs,
-    ) -> Result<Self, CommandError> {
-        OpenImage::open_layered(name, &layers.layers, stores, &OpenOptions::default())
-    }
-
-    /// As [`OpenImage::open_with_layers`], for a caller that needs only the trees and the tables. A
-    /// file below the image or below a layer that is missing or wrong causes a warning, not an
-    /// error.
+    /// As [`OpenImage::open`], for a caller that needs only the trees and the tables. A file below
+    /// the image or below a layer that is missing or wrong causes a warning, not an error.
     pub fn open_without_content(
         name: &Name,
-        layers: &LayerArgs,
+        layers: &[Name],
         stores: &StoreArgs,
         warnings: &dyn Messages,
     ) -> Result<Self, CommandError> {
@@ -135,7 +126,7 @@ impl OpenImage {
             image.warn_of_problems(warnings);
             Ok(image)
         };
-        OpenImage::open_parts(name, &layers.layers, stores, &options, None, &check)
+        OpenImage::open_parts(name, layers, stores, &options, None, &check)
     }
 
     fn warn_of_problems(&self, warnings: &dyn Messages) {
@@ -156,30 +147,6 @@ impl OpenImage {
                 Count((problems.len() - MAX_WARNINGS) as u64)
             ));
         }
-    }
-
-    /// Opens the image that the user calls `name` with `layers` on top, the lowest first, as one
-    /// image.
-    pub fn open_layered(
-        name: &Name,
-        layers: &[Name],
-        stores: &StoreArgs,
-        options: &OpenOptions,
-    ) -> Result<Self, CommandError> {
-        OpenImage::open_merged(name, layers, stores, options, None)
-    }
-
-    /// Same as [`OpenImage::open_layered`]. The merged metadata of the layers stays in the file
-    /// `merged`, for the next call.
-    pub fn open_merged(
-        name: &Name,
-        layers: &[Name],
-        stores: &StoreArgs,
-        options: &OpenOptions,
-        merged: Option<&Path>,
-    ) -> Result<Self, CommandError> {
-        let check = &OpenImage::require_complete;
-        OpenImage::open_parts(name, layers, stores, options, merged, check)
     }
 
     /// Opens an image with `layers` on top. `check` gets each image as it is opened, and decides
@@ -285,7 +252,7 @@ impl OpenImage {
     }
 
     /// Shows `images`, the lowest first, as one image with this name. `cannot` is the error of a
-    /// merge that fails. `merged` is as in [`OpenImage::open_merged`].
+    /// merge that fails. `merged` is as in [`OpenImage::open_with`].
     fn joined(
         name: &Name,
         images: Vec<OpenImage>,
@@ -394,20 +361,15 @@ impl OpenImage {
             return Ok(Default::default());
         }
         let found = match &self.remote {
-            None => match self.name.local() {
-                Some(image) => bcow_oci::annotations_of(&image),
-                None => Ok(Default::default()),
-            },
-            Some(remote) => match &remote.manifest {
-                None => Ok(Default::default()),
-                Some(manifest) => {
-                    let place = remote.name.display().to_string();
-                    bcow_oci::annotations(&place, manifest, &remote.from_index)
-                        .map(|annotations| (annotations, remote.from_index.left_out.clone()))
-                }
-            },
+            None => self.name.local().as_ref().map(bcow_oci::annotations_of),
+            Some(remote) => remote.manifest.as_ref().map(|manifest| {
+                let place = remote.name.display().to_string();
+                bcow_oci::annotations(&place, manifest, &remote.from_index)
+                    .map(|annotations| (annotations, remote.from_index.left_out.clone()))
+            }),
         };
-        found.map_err(|error| failure(&error))
+        let found = found.transpose().map_err(|error| failure(&error))?;
+        Ok(found.unwrap_or_default())
     }
 
     /// The form of its file system. Unreadable metadata is an error: the whiteouts of a layer would
@@ -430,23 +392,18 @@ impl OpenImage {
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
         let begun = std::time::Instant::now();
-        let image = match stores.remote.root_of(pinned) {
-            None => OpenImage::open_any(name, given, stores, pinned, options)?,
-            // A remote image opens only with this root, and each read is verified.
-            Some(_) if name.is_remote() => {
-                OpenImage::open_any(name, given, stores, pinned, options)?
-            }
-            Some(root) => {
-                // The root in a header proves nothing unless each read is verified against it.
-                let verified = OpenOptions {
-                    verify: Verify::Merkle,
-                    ..options.clone()
-                };
-                let image = OpenImage::open_any(name, given, stores, pinned, &verified)?;
-                image.require_root(root)?;
-                image
-            }
-        };
+        let mut options = options.clone();
+        // A remote image opens only with its root, and each read is verified.
+        let root = stores.remote.root_of(pinned);
+        let root = root.filter(|_| !name.is_remote());
+        if root.is_some() {
+            // The root in a header proves nothing unless each read is verified against it.
+            options.verify = Verify::Merkle;
+        }
+        let image = OpenImage::open_any(name, given, stores, pinned, &options)?;
+        if let Some(root) = root {
+            image.require_root(root)?;
+        }
         image.log(begun);
         Ok(image)
     }
@@ -533,10 +490,11 @@ impl OpenImage {
             && disks::is_disk(path)
         {
             let disk = Below::new(stores, options)?.open_chain(name.shown(), path)?;
-            let mut opened = OpenImage::of(name, opened_alone(disk.image, path.to_owned()));
-            opened.chain = disk.files;
-            opened.problems = disk.problems;
-            return Ok(opened);
+            return Ok(OpenImage {
+                chain: disk.files,
+                problems: disk.problems,
+                ..OpenImage::of(name, opened_alone(disk.image, path.to_owned()))
+            });
         }
         // Any other name is refused where it is parsed.
         let Some(local) = name.local() else {
@@ -566,11 +524,9 @@ impl OpenImage {
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
         let opened = stores.open_remote(&remote, given, options)?;
-        let image = OpenImage::of(&remote.name, opened);
-        Ok(OpenImage {
-            remote: Some(remote),
-            ..image
-        })
+        let mut image = OpenImage::of(&remote.name, opened);
+        image.remote = Some(remote);
+        Ok(image)
     }
 
     /// The files below a disk that were found, the nearest first. Empty for an image.
@@ -624,10 +580,7 @@ impl OpenImage {
         else {
             return Ok(());
         };
-        let is_same = match (directory.canonicalize(), layout.path.canonicalize()) {
-            (Ok(own), Ok(other)) => own == other,
-            _ => false,
-        };
+        let is_same = is_same(directory, &layout.path);
         if is_same && *reference == layout.reference && reference.is_some() {
             Err(CommandError::new(format!(
                 "cannot write {}: the new image would take the name of the one that it is made of",
@@ -641,11 +594,7 @@ impl OpenImage {
 
     /// Refuses to write to a file that the image is made of, because that destroys the image.
     pub fn refuse_own_file(&self, path: &Path) -> Result<(), CommandError> {
-        let same = |file: &PathBuf| match (file.canonicalize(), path.canonicalize()) {
-            (Ok(file), Ok(path)) => file == path,
-            _ => false,
-        };
-        if self.files().iter().any(same) {
+        if self.files().iter().any(|file| is_same(file, path)) {
             Err(
                 CommandError::new(format!("cannot write {}", path.display()))
                     .caused_by_text(format!("{} is made of it", self.name.display())),
@@ -709,6 +658,11 @@ impl ViewedImage for OpenImage {
             .map_err(|error| ViewError::Layers(error.into()))?
             .image)
     }
+}
+
+/// Whether both paths lead to one file or directory.
+fn is_same(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
 /// The files of images, for a layer on top of them.

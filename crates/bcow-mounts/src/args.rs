@@ -121,7 +121,7 @@ impl MountArgs {
     /// Opens the image with its layers.
     pub(crate) fn open_image(&self, options: &OpenOptions) -> Result<OpenImage, CommandError> {
         let merged = self.merged.as_deref();
-        OpenImage::open_merged(&self.image, &self.layers()?, &self.stores, options, merged)
+        OpenImage::open_with(&self.image, &self.layers()?, &self.stores, options, merged)
     }
 
     /// The layers on top of the image, the lowest first.

@@ -122,18 +122,20 @@ fn check_as(
     };
     match check_root(&file, header) {
         Ok((root, backings)) => {
-            check_metadata(&file, header, &mut report)?;
+            if let Err(error) = read_metadata(&file, header) {
+                report.note("metadata", error)?;
+            }
             let free = check_free_list(&file, header, &mut report)?;
-            if let Some(log) = check_log(&file, header, &root, &mut report)? {
+            if let Some((replayed, overlay)) = check_log(&file, header, &root, &mut report)? {
                 let subject = regions::Subject {
                     file: &file,
                     header,
                     root: &root,
                     backings: &backings,
-                    logged: &log.overlay,
+                    logged: &overlay,
                 };
                 let ranges = regions::check(&subject, options, &mut report)?;
-                space::check(header, &log.replayed, ranges, &free, &mut report);
+                space::check(header, &replayed, ranges, &free, &mut report);
             }
         }
         Err(error) => report.note("root table", error)?,
@@ -170,13 +172,6 @@ fn check_root(file: &CheckedFile, header: &Header) -> Result<(Root, Vec<BackingE
     Ok((root, backings))
 }
 
-fn check_metadata(file: &CheckedFile, header: &Header, report: &mut Report) -> Result<(), Error> {
-    match read_metadata(file, header) {
-        Ok(_) => Ok(()),
-        Err(error) => report.note("metadata", error),
-    }
-}
-
 fn check_free_list(
     file: &CheckedFile,
     header: &Header,
@@ -190,19 +185,13 @@ fn check_free_list(
     }))
 }
 
-/// The record log.
-struct Log {
-    replayed: Replayed,
-    overlay: Overlay,
-}
-
-/// Returns `None` if the log is damaged: the places of blocks are unknown then.
+/// Reads the record log. Returns `None` if the log is damaged: the places of blocks are unknown then.
 fn check_log(
     file: &CheckedFile,
     header: &Header,
     root: &Root,
     report: &mut Report,
-) -> Result<Option<Log>, Error> {
+) -> Result<Option<(Replayed, Overlay)>, Error> {
     let read = || {
         let replayed = log::replay(&*file.storage, header)?;
         let shift = |region, stored: &_| match read_table(file, header, region, stored) {
@@ -212,18 +201,18 @@ fn check_log(
             Err(error) => Err(error),
         };
         let overlay = Overlay::new(&replayed.records, header, root, shift)?;
-        Ok(Log { replayed, overlay })
+        Ok((replayed, overlay))
     };
     match read() {
-        Ok(log) => {
+        Ok((replayed, overlay)) => {
             if header.state == State::Writable {
                 report.writable = Some(Writable {
-                    records: log.replayed.records.len() as u64,
-                    dropped_record: log.replayed.dropped,
+                    records: replayed.records.len() as u64,
+                    dropped_record: replayed.dropped,
                     ..Writable::default()
                 });
             }
-            Ok(Some(log))
+            Ok(Some((replayed, overlay)))
         }
         Err(error) => {
             report.note("record log", error)?;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use bcow_format::{
-    Entry, FormatError, HEADER_AREA_BYTES, Header, Section, Stored, SubBlockTable, choose_header,
-    decode_table,
+    Entry, FormatError, HEADER_AREA_BYTES, Header, Section, SectionKind, Stored, SubBlockTable,
+    choose_header, crc32c, decode_table,
 };
 
 use crate::codec::{check_crc, decode_block};
@@ -122,14 +122,8 @@ pub(crate) fn read_metadata(
 }
 
 fn decode_metadata(bytes: &[u8], header: &Header) -> Result<serde_json::Value, FormatError> {
-    let found = bcow_format::crc32c(bytes);
-    if !bcow_format::crc32c_matches(header.metadata.crc, found) {
-        return Err(FormatError::SectionChecksum {
-            section: bcow_format::SectionKind::Metadata,
-            expected: header.metadata.crc,
-            found,
-        });
-    }
+    let found = crc32c(bytes);
+    header.metadata.check(SectionKind::Metadata, found)?;
     let value: serde_json::Value = serde_json::from_slice(bytes)
         .map_err(|error| FormatError::MetadataJson(error.to_string()))?;
     if !value.is_object() {

@@ -155,21 +155,6 @@ pub enum Space {
     Keep,
 }
 
-impl<T: WritableDevice + ?Sized> WritableDevice for std::sync::Arc<T> {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
-        (**self).write_at(offset, bytes)
-    }
-    fn write_zeroes(&self, offset: u64, length: u64, space: Space) -> Result<(), Error> {
-        (**self).write_zeroes(offset, length, space)
-    }
-    fn discard(&self, offset: u64, length: u64) -> Result<(), Error> {
-        (**self).discard(offset, length)
-    }
-    fn flush(&self) -> Result<(), Error> {
-        (**self).flush()
-    }
-}
-
 impl<T: BlockDevice + ?Sized> BlockDevice for std::sync::Arc<T> {
     fn size(&self) -> u64 {
         (**self).size()

@@ -67,14 +67,10 @@ impl LockedFile {
                 .write(true)
                 .open(&path)
                 .map_err(LockFileError::Open)?;
-            let lock = FileLock::exclusive(&file, note).map_err(LockFileError::Lock)?;
-            // The previous holder of the lock may have replaced the file.
-            if is_at(&file, &path).map_err(LockFileError::Open)? {
-                return Ok(LockedFile {
-                    file: Arc::new(file),
-                    path,
-                    _lock: lock,
-                });
+            match LockedFile::continue_with(file, &path, note) {
+                // The previous holder of the lock has replaced the file.
+                Err(LockFileError::Replaced) => {}
+                outcome => return outcome,
             }
         }
         Err(LockFileError::Replaced)

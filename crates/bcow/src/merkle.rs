@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bcow_format::{HASH_BYTES, HEADER_AREA_BYTES, Header, MerkleShape, MerkleTree};
 use sha2::{Digest, Sha256};
@@ -44,8 +44,7 @@ pub(crate) fn build(
     canonical: &[u8; HEADER_AREA_BYTES],
     thread_count: usize,
 ) -> Result<Vec<u8>, Error> {
-    let leaves = hash_chunks(storage, shape, canonical, thread_count)?;
-    let mut tree = leaves;
+    let mut tree = hash_chunks(storage, shape, canonical, thread_count)?;
     for pair in shape.levels.windows(2) {
         let (below, above) = (pair[0], pair[1]);
         let level = tree[below.0 as usize..(below.0 + below.1) as usize].to_vec();
@@ -233,14 +232,12 @@ impl Verifier {
         const MAX_MISMATCHES: usize = 64;
         let per_batch = (BATCH_BYTES / self.shape.chunk_bytes).max(1);
         let total = self.shape.chunks();
-        let mut mismatches = Vec::new();
-        let stop = AtomicBool::new(false);
-        let count = AtomicU64::new(0);
+        let count = AtomicUsize::new(0);
         let found = threads::map_indexed(total.div_ceil(per_batch), thread_count, |batch| {
             let mut found = Vec::new();
             let range = batch * per_batch..((batch + 1) * per_batch).min(total);
             for index in range {
-                if stop.load(Ordering::Relaxed) {
+                if count.load(Ordering::Relaxed) > MAX_MISMATCHES {
                     break;
                 }
                 let start = index * self.shape.chunk_bytes;
@@ -254,16 +251,15 @@ impl Verifier {
                     Ok(()) => {}
                     Err(error @ Error::Merkle { .. }) => {
                         found.push(error);
-                        if count.fetch_add(1, Ordering::Relaxed) >= MAX_MISMATCHES as u64 {
-                            stop.store(true, Ordering::Relaxed);
-                        }
+                        count.fetch_add(1, Ordering::Relaxed);
                     }
                     Err(error) => return Err(error),
                 }
             }
             Ok(found)
         })?;
-        mismatches.extend(found.into_iter().flatten().take(MAX_MISMATCHES));
+        let found = found.into_iter().flatten();
+        let mut mismatches: Vec<_> = found.take(MAX_MISMATCHES).collect();
         // One bad piece of the tree fails all chunks below it; report it once.
         mismatches.dedup_by_key(|error| match error {
             Error::Merkle { start, .. } => *start,

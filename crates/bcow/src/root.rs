@@ -7,7 +7,7 @@ use std::ops::Index;
 
 use bcow_format::{
     BackingEntry, Crc32c, ENTRY_BYTES, Entry, FormatError, Header, SectionKind, check_window,
-    crc32c_matches, decode_root, encode_entry,
+    decode_root, encode_entry,
 };
 
 use crate::Error;
@@ -68,14 +68,7 @@ impl Root {
         }
         // The checksum of an empty section is 0 (spec section 3).
         let found = if len == 0 { 0 } else { crc.finish() };
-        if !crc32c_matches(header.root.crc, found) {
-            return Err(FormatError::SectionChecksum {
-                section: SectionKind::Root,
-                expected: header.root.crc,
-                found,
-            }
-            .into());
-        }
+        header.root.check(SectionKind::Root, found)?;
         match wrong {
             Some(error) => Err(error.into()),
             None => Ok(root),

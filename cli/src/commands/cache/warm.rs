@@ -34,7 +34,7 @@ pub struct Args {
 
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch();
-    let image = OpenImage::open(&args.image, &args.stores)?;
+    let image = OpenImage::open(&args.image, &[], &args.stores)?;
     let name = image.path().display().to_string();
     let cannot = || format!("cannot fetch {name}");
     let files = args.stores.remote.files();

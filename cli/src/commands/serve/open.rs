@@ -120,7 +120,7 @@ impl Served {
             ..OpenOptions::default()
         };
         let mut image = || -> Result<_, CommandError> {
-            let opened = OpenImage::open_with(image_name, opening.stores, &options)?;
+            let opened = OpenImage::open_with(image_name, &[], opening.stores, &options, None)?;
             let image = opened.image().clone();
             self.images.push(opened);
             Ok(image)

@@ -106,7 +106,8 @@ pub fn restore(
     };
     let copies: Vec<TreeCopy<'_>> = copies
         .iter()
-        .filter_map(|storage| same_content(&**storage, wanted))
+        .filter_map(|storage| TreeCopy::of(&**storage, read_header(&**storage).ok()?))
+        .filter(|copy| Some(wanted) == copy.header.merkle.as_ref().map(|tree| tree.root))
         .filter(|copy| match &header {
             Some(header) => header.merkle == copy.header.merkle,
             // The position of the tree is taken from the copy, so the tree must confirm it.
@@ -127,15 +128,10 @@ pub fn restore(
     let mut restored = Restored::default();
     let verified = copies.iter().find(|copy| copy.header_is_verified());
     // The file's own tree confirms its sound chunks even where the tree of each copy is damaged.
-    let own = header.as_ref().and_then(|header| {
-        let verifier = Verifier::new(header, FileId::next(), &BlockCache::default())?;
-        let is_sound = verified.is_none_or(|copy| copy.header.canonical() == header.canonical());
-        is_sound.then(|| TreeCopy {
-            storage: file,
-            header: header.clone(),
-            verifier,
-        })
-    });
+    let is_sound =
+        |own: &Header| verified.is_none_or(|copy| copy.header.canonical() == own.canonical());
+    let own = header.clone().filter(is_sound);
+    let own = own.and_then(|header| TreeCopy::of(file, header));
     let sources: Vec<&TreeCopy<'_>> = own.iter().chain(&copies).collect();
     let mut tree = restore_tree(file, &sources, shape)?;
     tree.reverse();
@@ -168,22 +164,21 @@ pub fn restore(
     Ok(restored)
 }
 
-impl TreeCopy<'_> {
+impl<'c> TreeCopy<'c> {
+    /// Returns `None` if the file with this header has no tree.
+    fn of(storage: &'c dyn Storage, header: Header) -> Option<Self> {
+        Some(TreeCopy {
+            verifier: Verifier::new(&header, FileId::next(), &BlockCache::default())?,
+            storage,
+            header,
+        })
+    }
+
     /// Whether chunk 0, which includes the canonical header, matches the tree. Then the position
     /// and the chunk size of the tree, which the header states, are right too.
     fn header_is_verified(&self) -> bool {
         self.verifier.read_at(self.storage, 0, &mut [0]).is_ok()
     }
-}
-
-fn same_content(storage: &dyn Storage, root: [u8; 32]) -> Option<TreeCopy<'_>> {
-    let header = read_header(storage).ok()?;
-    let verifier = Verifier::new(&header, FileId::next(), &BlockCache::default())?;
-    (header.merkle.as_ref()?.root == root).then_some(TreeCopy {
-        storage,
-        header,
-        verifier,
-    })
 }
 
 /// Restores the covered bytes behind the header slots. Returns the damage in file order, adjacent

@@ -8,10 +8,12 @@
 //! Nothing depends on this. A crash leaves zeros in free space, or behind the end of the file,
 //! which the next opening cuts off.
 
+use std::ops::Range;
+
 use super::Inner;
 use super::committer::{Committer, Taken};
 use super::incomplete::Job;
-use super::write::ZEROS;
+use super::write::zeros;
 use crate::Error;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, SMALL, lock};
@@ -49,7 +51,7 @@ impl Inner {
         let wanted = lock(&self.committer).small_flushes >= MANY_FLUSHES;
         while wanted && let Some(range) = self.space.allocate_ahead() {
             let written = self
-                .write_zeros_at(range.start, range.end)
+                .write_zeros_at(range.clone())
                 .and_then(|()| self.barrier());
             if let Err(error) = written {
                 self.space.free([range]);
@@ -61,14 +63,8 @@ impl Inner {
         Ok(())
     }
 
-    fn write_zeros_at(&self, start: u64, end: u64) -> Result<(), Error> {
-        let mut at = start;
-        while at < end {
-            let n = (end - at).min(ZEROS.0.len() as u64);
-            self.write_storage(at, &ZEROS.0[..n as usize])?;
-            at += n;
-        }
-        Ok(())
+    fn write_zeros_at(&self, range: Range<u64>) -> Result<(), Error> {
+        zeros(range).try_for_each(|(at, bytes)| self.write_storage(at, bytes))
     }
 
     /// Writes zeros behind the record of `bytes` bytes at the end of the log, if that part of the
@@ -84,7 +80,7 @@ impl Inner {
         let (log, log_bytes) = committer.header.log;
         let written = (end + LOG_AHEAD_BYTES).min(log_bytes);
         // After an error, the next record finds a hole there, as it would without this.
-        let _ = self.write_zeros_at(log + end, log + written);
+        let _ = self.write_zeros_at(log + end..log + written);
         committer.written_log = written;
     }
 }

@@ -1,5 +1,6 @@
 //! Flush: one record, made durable (spec section 10, "Commit").
 
+use std::io;
 use std::ops::Range;
 
 use bcow_format::{Entry, LogMapping, Record, Stored, crc32c, encode_record, record_bytes};
@@ -35,13 +36,7 @@ struct Turn {
     done: u64,
     running: bool,
     /// The error of the newest finished turn.
-    failed: Option<Failure>,
-}
-
-/// An error that is reported to several callers.
-struct Failure {
-    kind: std::io::ErrorKind,
-    text: String,
+    failed: Option<(io::ErrorKind, String)>,
 }
 
 impl Turns {
@@ -55,11 +50,10 @@ impl Turns {
             if state.done >= mine {
                 return match &state.failed {
                     None => Ok(()),
-                    Some(failure) => Err(Error::io(
-                        "flush, that is to write",
-                        0,
-                        std::io::Error::new(failure.kind, failure.text.clone()),
-                    )),
+                    Some((kind, text)) => {
+                        let source = io::Error::new(*kind, text.clone());
+                        Err(Error::io("flush, that is to write", 0, source))
+                    }
                 };
             }
             if !state.running {
@@ -75,12 +69,12 @@ impl Turns {
         let mut state = lock(&self.state);
         state.running = false;
         state.done = turn;
-        state.failed = outcome.as_ref().err().map(|error| Failure {
-            kind: match error.innermost() {
+        state.failed = outcome.as_ref().err().map(|error| {
+            let kind = match error.innermost() {
                 Error::Io { source, .. } => source.kind(),
-                _ => std::io::ErrorKind::Other,
-            },
-            text: error.to_string(),
+                _ => io::ErrorKind::Other,
+            };
+            (kind, error.to_string())
         });
         drop(state);
         self.ended.notify_all();

@@ -52,13 +52,7 @@ impl CreateOptions {
 
     /// Checks the options. Returns log2 of the region size.
     fn region_shift(&self) -> Result<u8, Error> {
-        let unsupported = |problem: String| Err(Error::Unsupported(problem));
-        if !self.size.is_multiple_of(SECTOR_BYTES) || self.size > MAX_ADDRESS {
-            return unsupported(format!(
-                "a size of {} bytes: it must be a multiple of 4096, and at most 2^48",
-                self.size
-            ));
-        }
+        check_size(self.size)?;
         let shift = match (self.layout, self.block_shift()?) {
             (Layout::Performance, Some(block_shift)) => block_shift,
             (Layout::Performance, None) => self
@@ -69,12 +63,12 @@ impl CreateOptions {
             }
         };
         if self.size.div_ceil(1 << shift) > MAX_ROOT_ENTRIES {
-            return unsupported(format!(
+            return Err(Error::Unsupported(format!(
                 "{} bytes in blocks of {} bytes: a file has at most {MAX_ROOT_ENTRIES} regions, \
                  and in the performance layout each region is one block",
                 self.size,
                 1u64 << shift
-            ));
+            )));
         }
         Ok(shift)
     }
@@ -201,6 +195,16 @@ impl Disk {
         };
         Disk::create(storage, options, None, &open)
     }
+}
+
+/// Fails if no address space has this size.
+pub(super) fn check_size(size: u64) -> Result<(), Error> {
+    if size.is_multiple_of(SECTOR_BYTES) && size <= MAX_ADDRESS {
+        return Ok(());
+    }
+    Err(Error::Unsupported(format!(
+        "a size of {size} bytes: it must be a multiple of 4096, and at most 2^48"
+    )))
 }
 
 /// The backing table of a disk with this backing.

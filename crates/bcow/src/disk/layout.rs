@@ -1,5 +1,8 @@
 //! Layouts: how a new file is cut into blocks.
 
+use bcow_format::BlockShift;
+use serde_json::Value;
+
 /// How the address space of a file is cut into blocks (BAOverlay, section 3.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Layout {
@@ -30,5 +33,15 @@ impl Layout {
         [Layout::Auto, Layout::Performance, Layout::Space]
             .into_iter()
             .find(|layout| layout.name() == name)
+    }
+
+    /// The layout and the block size with which a file was created, if its metadata has them. They
+    /// may contradict the header, because the metadata is not checked.
+    pub(crate) fn recorded(metadata: &Value) -> (Option<Self>, Option<BlockShift>) {
+        let options = &metadata["options"];
+        let layout = options["layout"].as_str().and_then(Layout::from_name);
+        let bytes = options["block_size"].as_u64();
+        let bytes = bytes.and_then(|bytes| u32::try_from(bytes).ok());
+        (layout, bytes.and_then(BlockShift::from_bytes))
     }
 }

@@ -25,8 +25,6 @@ use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex, lock};
 use crate::{BackingResolver, BlockCache, Error, Image, OpenOptions, Verify};
 
-/// log2 of the largest block size: 16 MiB (spec section 5).
-const MAX_BLOCK_SHIFT: u8 = 24;
 /// Zeros over the start of a dropped record, in bytes (spec section 10, "Opening for writing").
 const ERASED_BYTES: usize = 16;
 
@@ -284,20 +282,11 @@ fn backing_of(image: &Image) -> Result<Backing, Error> {
 /// The layout and the block size for writes: those with which the file was created, or else the
 /// default.
 fn layout_for_writes(image: &Image) -> Result<(Layout, Option<BlockShift>), Error> {
-    let metadata = image.metadata()?;
-    let options = &metadata["options"];
-    let layout = match options["layout"].as_str().and_then(Layout::from_name) {
-        // The regions of this file are too large to be one block each. The metadata is not checked,
-        // so it may contradict the header.
-        Some(Layout::Performance) if image.header().region_shift > MAX_BLOCK_SHIFT => Layout::Auto,
-        Some(layout) => layout,
-        None => Layout::Auto,
-    };
-    let block = options["block_size"]
-        .as_u64()
-        .filter(|bytes| bytes.is_power_of_two())
-        .and_then(|bytes| BlockShift::new(bytes.trailing_zeros() as u8));
-    Ok((layout, block))
+    let (layout, block) = Layout::recorded(&image.metadata()?);
+    // The regions of a file may be too large to be one block each.
+    let is_one_block = image.header().region_shift <= BlockShift::MAX.get();
+    let layout = layout.filter(|layout| is_one_block || *layout != Layout::Performance);
+    Ok((layout.unwrap_or_default(), block))
 }
 
 /// Makes the result of the recovery durable, so that every later opening has the same result:

@@ -1,9 +1,10 @@
 //! Changes of the size of a disk.
 
-use bcow_format::{BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES};
+use bcow_format::{BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES};
 
 use super::blocks::{Blocks, CHECKED_SHIFT, Table};
 use super::checkpoint::Change;
+use super::create::check_size;
 use super::maintain::NextState;
 use super::region::Region;
 use super::regions::read_blocks;
@@ -21,7 +22,8 @@ impl Disk {
     pub fn resize(&self, size: u64) -> Result<(), Error> {
         self.inner.maintain(|operation, committer, next| {
             let old = committer.header.clone();
-            check_size(size, old.region_shift)?;
+            check_size(size)?;
+            check_regions(size, old.region_shift)?;
             next.header.size = size;
             operation.resize_root(&old, next)
         })
@@ -48,12 +50,9 @@ impl Operation<'_> {
             let blocks = read_blocks(&self.file, old, region, entry)?;
             let stored = blocks.iter().filter_map(|entry| entry.stored());
             next.change.freed.extend(stored.map(sectors));
-            next.change.freed.extend(
-                entry
-                    .stored()
-                    .filter(|_| matches!(entry, Entry::Table(_)))
-                    .map(sectors),
-            );
+            if let Entry::Table(table) = entry {
+                next.change.freed.push(sectors(table));
+            }
         }
         let backing_has_data = |at: u64| {
             let backing = self.config.backing.as_ref();
@@ -174,12 +173,7 @@ struct ResizedRegion {
     backing_has_data: bool,
 }
 
-fn check_size(size: u64, region_shift: u8) -> Result<(), Error> {
-    if !size.is_multiple_of(SECTOR_BYTES) || size > MAX_ADDRESS {
-        return Err(Error::Unsupported(format!(
-            "a size of {size} bytes: it must be a multiple of 4096, and at most 2^48"
-        )));
-    }
+fn check_regions(size: u64, region_shift: u8) -> Result<(), Error> {
     if size.div_ceil(1 << region_shift) > MAX_ROOT_ENTRIES {
         return Err(Error::Unsupported(format!(
             "{size} bytes: with its regions of {} bytes the file has room for {}",

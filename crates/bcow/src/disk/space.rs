@@ -64,6 +64,15 @@ pub(super) struct Piece {
 }
 
 impl Piece {
+    fn new(range: Range<u64>, blank: bool, stored: bool) -> Self {
+        Piece {
+            start: range.start,
+            bytes: range.end - range.start,
+            blank,
+            stored,
+        }
+    }
+
     fn cut(&mut self, bytes: u64) -> Piece {
         let piece = Piece { bytes, ..*self };
         self.start += bytes;
@@ -111,19 +120,12 @@ impl Space {
         let bytes = bytes.next_multiple_of(SECTOR_BYTES);
         let mut pool = lock(&self.pool);
         // A gap that fits is preferred, because it keeps the file short.
-        match pool.free.take(bytes, bytes) {
-            Some(range) => Ok(Piece {
-                start: range.start,
-                bytes,
-                blank: false,
-                stored: true,
-            }),
-            None => {
-                let cut = pool.cut(bytes, bytes);
-                self.note_ready(&pool);
-                cut
-            }
+        if let Some(range) = pool.free.take(bytes, bytes) {
+            return Ok(Piece::new(range, false, true));
         }
+        let cut = pool.cut(bytes, bytes);
+        self.note_ready(&pool);
+        cut
     }
 
     /// Allocates space that the host does not store yet: the caller fills it with zeros, and then
@@ -180,10 +182,7 @@ impl Space {
 
     /// Frees ranges.
     pub(super) fn free(&self, ranges: impl IntoIterator<Item = Range<u64>>) {
-        let mut pool = lock(&self.pool);
-        for range in ranges {
-            pool.free.insert(range);
-        }
+        self.free_punched(ranges, []);
     }
 
     /// Starts over with `free` and all space from `end` on as the free space. The caller knows that
@@ -246,14 +245,8 @@ impl Pool {
 
     fn cut(&mut self, unit: u64, most: u64) -> Result<Piece, Error> {
         let most = most.next_multiple_of(unit);
-        let piece = |range: Range<u64>, blank, stored| Piece {
-            start: range.start,
-            bytes: range.end - range.start,
-            blank,
-            stored,
-        };
         if let Some(range) = self.ready.take(unit, most) {
-            return Ok(piece(range, true, true));
+            return Ok(Piece::new(range, true, true));
         }
         if SMALL || self.free.total() + self.holes.total() >= self.reuse_bytes() {
             let is_ample = self.free.longest() >= most;
@@ -261,10 +254,10 @@ impl Pool {
                 && self.holes.longest() >= LEAST_HOLE_BYTES
                 && let Some(range) = self.holes.take(unit, most)
             {
-                return Ok(piece(range, false, false));
+                return Ok(Piece::new(range, false, false));
             }
             if let Some(range) = self.free.take(unit, most) {
-                return Ok(piece(range, false, true));
+                return Ok(Piece::new(range, false, true));
             }
         }
         if self.end + most > MAX_ADDRESS {
@@ -276,12 +269,7 @@ impl Pool {
         }
         let start = self.end;
         self.end += most;
-        Ok(Piece {
-            start,
-            bytes: most,
-            blank: true,
-            stored: false,
-        })
+        Ok(Piece::new(start..self.end, true, false))
     }
 }
 

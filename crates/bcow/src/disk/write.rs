@@ -3,6 +3,8 @@
 //! Blocks of one sector have a checksum and are never overwritten after a record names them: each
 //! write goes to a new place. Larger blocks are *open*: they are overwritten in place.
 
+use std::ops::Range;
+
 use bcow_format::{BlockShift, Entry, Stored, Uba, crc32c};
 
 use super::blocks::{Blocks, CHECKED_SHIFT};
@@ -27,10 +29,10 @@ const WHOLE_BYTES: u64 = if SMALL { 4096 } else { 64 << 10 };
 ///
 /// They begin at a page. If the process is killed while the kernel loads a page of them, the kernel
 /// ends the write in front of that page, so no sector holds a part of the zeros.
-pub(super) static ZEROS: Zeros = Zeros([0; 256 << 10]);
+static ZEROS: Zeros = Zeros([0; 256 << 10]);
 
 #[repr(align(4096))]
-pub(super) struct Zeros(pub(super) [u8; 256 << 10]);
+struct Zeros([u8; 256 << 10]);
 /// Number of pending blocks at which a flush starts in the background. At four times as many, the
 /// writer flushes. Each pending block takes some hundred bytes of memory.
 const MANY_PENDING: u64 = if SMALL { 4 } else { 1 << 16 };
@@ -98,13 +100,7 @@ impl Operation<'_> {
     }
 
     fn write_zeros(self, offset: u64, length: u64) -> Result<(), Error> {
-        let mut done = 0;
-        while done < length {
-            let n = (length - done).min(ZEROS.0.len() as u64);
-            self.write(offset + done, &ZEROS.0[..n as usize])?;
-            done += n;
-        }
-        Ok(())
+        zeros(offset..offset + length).try_for_each(|(at, bytes)| self.write(at, bytes))
     }
 
     fn write_region(self, region: &Arc<Region>, at: u64, bytes: &[u8]) -> Result<(), Error> {
@@ -466,6 +462,14 @@ enum Part {
     Incomplete,
     /// Another thread changed the block; retry.
     Changed,
+}
+
+/// Zeros for the bytes of `range`, in pieces, each with its offset.
+pub(super) fn zeros(range: Range<u64>) -> impl Iterator<Item = (u64, &'static [u8])> {
+    range.clone().step_by(ZEROS.0.len()).map(move |at| {
+        let length = (range.end - at).min(ZEROS.0.len() as u64);
+        (at, &ZEROS.0[..length as usize])
+    })
 }
 
 fn open_entry(piece: &Piece) -> Entry {

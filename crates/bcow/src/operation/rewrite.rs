@@ -129,11 +129,7 @@ impl From<Error> for OperationError {
 /// The largest block size in bytes that the layout of the disk makes; larger blocks where they are
 /// compressed.
 fn largest_block(metadata: &Value, header: &Header, compression: Compression) -> Option<u32> {
-    let options = &metadata["options"];
-    let layout = options["layout"].as_str().and_then(Layout::from_name);
-    let chosen = options["block_size"]
-        .as_u64()
-        .and_then(|bytes| BlockShift::from_bytes(u32::try_from(bytes).ok()?));
+    let (layout, chosen) = Layout::recorded(metadata);
     let region = 1u64 << header.region_shift;
     let bytes = match (layout, compression) {
         (Some(Layout::Performance), _) if header.region_shift <= 24 => region as u32,
