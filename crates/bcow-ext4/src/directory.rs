@@ -41,7 +41,6 @@ pub(crate) struct Identity {
 /// A directory that has been written.
 pub(crate) struct Written {
     pub ranges: Vec<BlockRange>,
-    pub blocks: u64,
     pub has_index: bool,
 }
 
@@ -66,13 +65,13 @@ pub(crate) fn check_names(entries: &[DirEntry<'_>]) -> Result<(), InodeProblem> 
     Ok(())
 }
 
-/// Writes a directory. The outer error is the sink's, or that the file system is full.
+/// Writes a directory.
 pub(crate) fn write(
     identity: Identity,
     entries: &[DirEntry<'_>],
     hasher: &NameHasher,
     output: &mut Output<'_>,
-) -> Result<Result<Written, InodeProblem>, Ext4Error> {
+) -> Result<Written, Ext4Error> {
     let mut hashed: Vec<Hashed<'_, '_>> = entries
         .iter()
         .map(|entry| Hashed {
@@ -85,51 +84,37 @@ pub(crate) fn write(
         .windows(2)
         .find(|pair| pair[0].entry.name == pair[1].entry.name);
     if let Some(pair) = twice {
-        return Ok(Err(InodeProblem::NameTwice(pair[0].entry.name.to_vec())));
+        let problem = InodeProblem::NameTwice(pair[0].entry.name.to_vec());
+        return Err(identity.own.refused(problem));
     }
     let bytes: usize = entries.iter().map(|entry| record_bytes(entry.name)).sum();
     if bytes + 2 * record_bytes(b"..") <= LEAF_BYTES {
-        return Ok(Ok(write_block(identity, entries, output)?));
+        return write_blocks(identity, entries, 1, output);
     }
     write_tree(identity, &hashed, output)
 }
 
-/// Writes a directory without names of `blocks` blocks, so that names find room in it without
-/// allocation.
-pub(crate) fn write_spare(
+/// Writes a directory of `blocks` blocks with all names in the first one, so that further names find
+/// room in it without allocation.
+pub(crate) fn write_blocks(
     identity: Identity,
+    entries: &[DirEntry<'_>],
     blocks: u64,
     output: &mut Output<'_>,
 ) -> Result<Written, Ext4Error> {
     let ranges = output.space.allocate_all(blocks)?;
     let mut leaf = Leaf::new();
-    leaf.push_dots(identity);
+    leaf.push(identity.own, b".", entry_type::DIRECTORY);
+    leaf.push(identity.parent, b"..", entry_type::DIRECTORY);
+    for entry in entries {
+        leaf.push(entry.inode, entry.name, entry.kind.entry_type());
+    }
     output.write(ranges[0].start, &leaf.finish(identity.seed))?;
     for block in blocks_of(&ranges).skip(1) {
         output.write(block, &Leaf::new().finish(identity.seed))?;
     }
     Ok(Written {
         ranges,
-        blocks,
-        has_index: false,
-    })
-}
-
-fn write_block(
-    identity: Identity,
-    entries: &[DirEntry<'_>],
-    output: &mut Output<'_>,
-) -> Result<Written, Ext4Error> {
-    let mut leaf = Leaf::new();
-    leaf.push_dots(identity);
-    for entry in entries {
-        leaf.push(entry.inode, entry.name, entry.kind.entry_type());
-    }
-    let ranges = output.space.allocate_all(1)?;
-    output.write(ranges[0].start, &leaf.finish(identity.seed))?;
-    Ok(Written {
-        ranges,
-        blocks: 1,
         has_index: false,
     })
 }
@@ -139,17 +124,18 @@ fn write_tree(
     identity: Identity,
     entries: &[Hashed<'_, '_>],
     output: &mut Output<'_>,
-) -> Result<Result<Written, InodeProblem>, Ext4Error> {
+) -> Result<Written, Ext4Error> {
     let leaves = split(entries);
     let nodes = match leaves.len() {
         ..=ROOT_ENTRIES => 0,
         count => count.div_ceil(NODE_ENTRIES),
     };
     if nodes > ROOT_ENTRIES {
-        return Ok(Err(InodeProblem::DirectoryEntries(entries.len())));
+        let problem = InodeProblem::DirectoryEntries(entries.len());
+        return Err(identity.own.refused(problem));
     }
-    let blocks = (1 + nodes + leaves.len()) as u64;
-    let ranges = output.space.allocate_all(blocks)?;
+    let blocks = 1 + nodes + leaves.len();
+    let ranges = output.space.allocate_all(blocks as u64)?;
     // The index entries of the leaves: the least hash of each, and its block in the directory.
     let mut index = Vec::with_capacity(leaves.len());
     let mut before = None;
@@ -178,11 +164,10 @@ fn write_tree(
         index = above;
     }
     output.write(ranges[0].start, &root_block(identity, &index, nodes > 0))?;
-    Ok(Ok(Written {
+    Ok(Written {
         ranges,
-        blocks,
         has_index: true,
-    }))
+    })
 }
 
 /// The names of each leaf.
@@ -275,11 +260,6 @@ impl Leaf {
             last: 0,
             end: 0,
         }
-    }
-
-    fn push_dots(&mut self, identity: Identity) {
-        self.push(identity.own, b".", entry_type::DIRECTORY);
-        self.push(identity.parent, b"..", entry_type::DIRECTORY);
     }
 
     fn push(&mut self, inode: InodeNumber, name: &[u8], file_type: u8) {

@@ -135,11 +135,11 @@ impl Geometry {
     pub fn whole_areas(&self) -> impl Iterator<Item = BlockRange> + '_ {
         let mut group = self.front_end.div_ceil(BLOCKS_PER_GROUP) as u32;
         std::iter::from_fn(move || {
-            while group < self.groups && self.has_backup(group) {
+            while group < self.groups && has_backup(group) {
                 group += 1;
             }
             let first = group;
-            while group < self.groups && !self.has_backup(group) {
+            while group < self.groups && !has_backup(group) {
                 group += 1;
             }
             let start = u64::from(first) * BLOCKS_PER_GROUP;
@@ -183,11 +183,6 @@ impl Geometry {
             start,
             count: (self.blocks - start).min(BLOCKS_PER_GROUP),
         }
-    }
-
-    /// Whether the group begins with the superblock or a backup of it, and the descriptors.
-    pub(crate) fn has_backup(&self, group: u32) -> bool {
-        has_backup(group)
     }
 
     /// The groups that begin with a backup of the superblock.

@@ -16,10 +16,16 @@ pub(crate) struct NameHash {
 /// The greatest hash. It marks the end of a directory, so no name has it.
 const END: u32 = 0x7fff_ffff << 1;
 
-/// The constant that the second round of MD4 adds.
-const SECOND: u32 = 0x5a82_7999;
-/// The constant that the third round of MD4 adds.
-const THIRD: u32 = 0x6ed9_eba1;
+/// The constants that the rounds of MD4 add.
+const CONSTANTS: [u32; 3] = [0, 0x5a82_7999, 0x6ed9_eba1];
+/// The order in which the rounds take the words of a name.
+const ORDERS: [[usize; 8]; 3] = [
+    [0, 1, 2, 3, 4, 5, 6, 7],
+    [1, 3, 5, 7, 0, 2, 4, 6],
+    [3, 7, 2, 6, 1, 5, 0, 4],
+];
+/// The bits by which the rounds rotate.
+const SHIFTS: [[u32; 4]; 3] = [[3, 7, 11, 19], [3, 5, 9, 13], [3, 9, 11, 15]];
 
 /// Hashes names: the initial state of MD4, which is the hash seed of a file system.
 #[derive(Debug, Clone, Copy)]
@@ -67,57 +73,25 @@ fn words(name: &[u8]) -> [u32; 8] {
 
 /// Adds 32 bytes of a name to the state.
 fn transform(state: &mut [u32; 4], words: &[u32; 8]) {
-    let choose = |x: u32, y: u32, z: u32| z ^ (x & (y ^ z));
-    let majority = |x: u32, y: u32, z: u32| (x & y).wrapping_add((x ^ y) & z);
-    let parity = |x: u32, y: u32, z: u32| x ^ y ^ z;
-    let mut working = *state;
-    round(
-        &mut working,
-        words,
-        choose,
-        0,
-        [0, 1, 2, 3, 4, 5, 6, 7],
-        [3, 7, 11, 19],
-    );
-    round(
-        &mut working,
-        words,
-        majority,
-        SECOND,
-        [1, 3, 5, 7, 0, 2, 4, 6],
-        [3, 5, 9, 13],
-    );
-    round(
-        &mut working,
-        words,
-        parity,
-        THIRD,
-        [3, 7, 2, 6, 1, 5, 0, 4],
-        [3, 9, 11, 15],
-    );
-    for (word, added) in state.iter_mut().zip(working) {
+    let mixes: [fn(u32, u32, u32) -> u32; 3] = [
+        |x, y, z| z ^ (x & (y ^ z)),
+        |x, y, z| (x & y).wrapping_add((x ^ y) & z),
+        |x, y, z| x ^ y ^ z,
+    ];
+    let [mut a, mut b, mut c, mut d] = *state;
+    for (round, mix) in mixes.into_iter().enumerate() {
+        for (step, at) in ORDERS[round].into_iter().enumerate() {
+            let sum = a
+                .wrapping_add(mix(b, c, d))
+                .wrapping_add(words[at])
+                .wrapping_add(CONSTANTS[round]);
+            let rotated = sum.rotate_left(SHIFTS[round][step % 4]);
+            (a, b, c, d) = (d, rotated, b, c);
+        }
+    }
+    for (word, added) in state.iter_mut().zip([a, b, c, d]) {
         *word = word.wrapping_add(added);
     }
-}
-
-fn round(
-    state: &mut [u32; 4],
-    words: &[u32; 8],
-    mix: impl Fn(u32, u32, u32) -> u32,
-    constant: u32,
-    order: [usize; 8],
-    shifts: [u32; 4],
-) {
-    let [mut a, mut b, mut c, mut d] = *state;
-    for (step, at) in order.into_iter().enumerate() {
-        let sum = a
-            .wrapping_add(mix(b, c, d))
-            .wrapping_add(words[at])
-            .wrapping_add(constant);
-        let rotated = sum.rotate_left(shifts[step % 4]);
-        (a, b, c, d) = (d, rotated, b, c);
-    }
-    *state = [a, b, c, d];
 }
 
 #[cfg(test)]

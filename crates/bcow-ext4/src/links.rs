@@ -41,18 +41,14 @@ impl LinkCheck {
 
     /// Records the description of the next inode. The parent of a directory must be described
     /// before the directory.
-    pub fn record_inode(
-        &mut self,
-        number: InodeNumber,
-        node: &Node<'_>,
-    ) -> Result<(), InodeProblem> {
+    pub fn record_inode(&mut self, number: InodeNumber, node: &Node<'_>) -> Result<(), Ext4Error> {
         let kind = node.content.kind();
         let mut parent_number = 0;
         let mut links = node.links;
         if let Content::Directory { parent, .. } = node.content {
             // This order excludes a directory that is below itself.
             if parent != InodeNumber::ROOT && !(self.first..number.0).contains(&parent.0) {
-                return Err(InodeProblem::Parent(parent));
+                return Err(number.refused(InodeProblem::Parent(parent)));
             }
             parent_number = parent.0;
             links = 1;
@@ -67,24 +63,22 @@ impl LinkCheck {
         Ok(())
     }
 
-    /// Records the names in a directory. An error has the number of the inode that it concerns.
+    /// Records the names in a directory.
     pub fn record_names(
         &mut self,
         directory: InodeNumber,
         entries: &[DirEntry<'_>],
-    ) -> Result<(), (InodeNumber, InodeProblem)> {
+    ) -> Result<(), Ext4Error> {
         for entry in entries {
             let parent_number = match entry.kind {
                 FileKind::Directory => directory.0,
                 _ => 0,
             };
-            let record = self
-                .record(entry.inode)
-                .map_err(|problem| (entry.inode, problem))?;
+            let record = self.record(entry.inode)?;
             let named = *record.named.get_or_insert((entry.kind, parent_number));
             if named != (entry.kind, parent_number) {
                 let problem = InodeProblem::Contradiction(directory);
-                return Err((entry.inode, problem));
+                return Err(entry.inode.refused(problem));
             }
             record.names += 1;
         }
@@ -110,11 +104,9 @@ impl LinkCheck {
         Ok(())
     }
 
-    fn record(&mut self, number: InodeNumber) -> Result<&mut InodeRecord, InodeProblem> {
-        let index = number
-            .0
-            .checked_sub(self.first)
-            .ok_or(InodeProblem::Missing)? as usize;
+    fn record(&mut self, number: InodeNumber) -> Result<&mut InodeRecord, Ext4Error> {
+        let index = number.0.checked_sub(self.first);
+        let index = index.ok_or_else(|| number.refused(InodeProblem::Missing))? as usize;
         if self.inodes.len() <= index {
             self.inodes.resize(index + 1, InodeRecord::default());
         }

@@ -14,12 +14,6 @@ pub trait Sink {
     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 }
 
-impl<S: Sink + ?Sized> Sink for &mut S {
-    fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        (**self).write_at(offset, bytes)
-    }
-}
-
 /// A block in memory.
 pub(crate) type BlockBuffer = [u8; BLOCK_BYTES];
 

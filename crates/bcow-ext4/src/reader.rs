@@ -15,6 +15,7 @@ use std::collections::HashMap;
 use std::io;
 
 use zerocopy::FromBytes;
+use zerocopy::little_endian::U32;
 
 use crate::checksum::Checksum;
 use crate::format::{
@@ -116,10 +117,7 @@ impl Reader {
         let damaged = || Structure::Group(group).damaged("it has no inodes");
         let first = first.ok_or_else(damaged)?;
         let descriptor = self.descriptor(group)?;
-        let start = wide(
-            descriptor.inode_table_low.get(),
-            descriptor.inode_table_high.get(),
-        );
+        let start = wide(descriptor.inode_table_low, descriptor.inode_table_high);
         Ok(InodeTable {
             first: InodeNumber(first),
             inodes: self.inodes_per_group,
@@ -252,10 +250,8 @@ impl Reader {
             return Err(ReadError::NoExt4);
         }
         let block = self.block(0)?;
-        match SuperBlock::read_from_prefix(&block[SUPERBLOCK_OFFSET..]) {
-            Ok((superblock, _)) => Ok(superblock),
-            Err(_) => Err(ReadError::NoExt4),
-        }
+        let superblock = SuperBlock::read_from_prefix(&block[SUPERBLOCK_OFFSET..]);
+        Ok(superblock.map_err(|_| ReadError::NoExt4)?.0)
     }
 
     /// Checks the superblock, and takes the geometry and the seed from it.
@@ -290,7 +286,7 @@ impl Reader {
             0 => Checksum::of_file_system(&superblock.uuid),
             _ => Checksum(superblock.checksum_seed.get()),
         });
-        self.blocks = wide(superblock.blocks_low.get(), superblock.blocks_high.get());
+        self.blocks = wide(superblock.blocks_low, superblock.blocks_high);
         let bytes = self.blocks.checked_mul(BLOCK_BYTES as u64);
         if bytes.is_none_or(|bytes| bytes == 0 || bytes > self.source.bytes()) {
             return Err(damaged("the file system is longer than the disk"));
@@ -331,29 +327,22 @@ impl Reader {
                 // have them; a view has none of these groups.
                 metadata.push(BlockRange { start, count: 2 });
             }
-            let descriptor = self.descriptor(group as u32)?;
+            let d = self.descriptor(group as u32)?;
+            let table_blocks = u64::from(self.inodes_per_group / INODES_PER_BLOCK);
             let found = [
-                (descriptor.block_bitmap_low, descriptor.block_bitmap_high, 1),
-                (descriptor.inode_bitmap_low, descriptor.inode_bitmap_high, 1),
-                (
-                    descriptor.inode_table_low,
-                    descriptor.inode_table_high,
-                    u64::from(self.inodes_per_group / INODES_PER_BLOCK),
-                ),
+                (d.block_bitmap_low, d.block_bitmap_high, 1),
+                (d.inode_bitmap_low, d.inode_bitmap_high, 1),
+                (d.inode_table_low, d.inode_table_high, table_blocks),
             ];
             for (low, high, count) in found {
-                let start = wide(low.get(), high.get());
+                let start = wide(low, high);
                 metadata.push(BlockRange { start, count });
             }
         }
         let journal = self.inode(InodeNumber(inode_number::JOURNAL))?;
         let extents = self.extents(&journal)?;
-        metadata.extend(
-            extents
-                .nodes
-                .iter()
-                .map(|&start| BlockRange { start, count: 1 }),
-        );
+        let nodes = extents.nodes.iter();
+        metadata.extend(nodes.map(|&start| BlockRange { start, count: 1 }));
         metadata.extend(extents.content.iter().map(|run| BlockRange {
             start: run.physical,
             count: run.blocks.into(),
@@ -396,10 +385,7 @@ impl Reader {
         if descriptor.flags.get() & crate::format::group_flags::BLOCKS_UNUSED != 0 {
             return Ok(None);
         }
-        let block = wide(
-            descriptor.block_bitmap_low.get(),
-            descriptor.block_bitmap_high.get(),
-        );
+        let block = wide(descriptor.block_bitmap_low, descriptor.block_bitmap_high);
         Ok(Some(self.block(block)?))
     }
 }
@@ -414,6 +400,6 @@ pub struct InodeTable {
     pub blocks: BlockRange,
 }
 
-fn wide(low: u32, high: u32) -> u64 {
-    u64::from(high) << 32 | u64::from(low)
+fn wide(low: U32, high: U32) -> u64 {
+    u64::from(high.get()) << 32 | u64::from(low.get())
 }

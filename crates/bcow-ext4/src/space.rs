@@ -1,7 +1,7 @@
 //! Which blocks are in use.
 
 use crate::format::{BLOCK_BYTES, BLOCKS_PER_GROUP};
-use crate::geometry::Geometry;
+use crate::geometry::{Geometry, has_backup};
 use crate::{BlockRange, Ext4Error};
 
 /// The block bitmap of a group: a bit for each block in use.
@@ -192,7 +192,7 @@ fn checked_areas(
         let last = ((range.end() - 1) / BLOCKS_PER_GROUP) as u32;
         let has_base = |group: u32| {
             let base_end = geometry.group_range(group).start + geometry.base_blocks(group);
-            geometry.has_backup(group) && base_end > range.start
+            has_backup(group) && base_end > range.start
         };
         if (first..=last).any(has_base) {
             return Err(refuse("a backup of the superblock is there"));

@@ -1,5 +1,7 @@
 //! Writes the metadata of a file system.
 
+use std::borrow::Cow;
+
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::checksum::Checksum;
@@ -16,7 +18,9 @@ use crate::geometry::Geometry;
 use crate::hash::NameHasher;
 use crate::inode::{self, Body};
 use crate::links::LinkCheck;
-use crate::node::{Content, DirEntry, Extent, FileKind, InodeNumber, Node, Timestamp};
+use crate::node::{
+    Content, DeviceNumber, DirEntry, Extent, FileKind, InodeNumber, Node, Timestamp,
+};
 use crate::output::{Output, Sink};
 use crate::space::{Space, set_bits};
 use crate::table::InodeTable;
@@ -120,37 +124,39 @@ impl<'a> Writer<'a> {
         if !is_directory && !(1..=LINK_MAX).contains(&node.links) {
             return Err(refuse(InodeProblem::Links(node.links)));
         }
-        self.links.record_inode(number, node).map_err(refuse)?;
+        self.links.record_inode(number, node)?;
         self.has_root = true;
-        let seed = self.output.seed.of_inode(number.0);
         let mut body = match node.content {
             Content::File { bytes, extents } => self.file(number, bytes, extents)?,
             Content::Directory { parent, entries } => self.directory(number, parent, entries)?,
             Content::Symlink(target) => self.symlink(number, target)?,
-            Content::CharDevice(device) | Content::BlockDevice(device) => Body {
-                block: inode::device(device).ok_or_else(|| {
-                    refuse(InodeProblem::Device {
-                        major: device.major,
-                        minor: device.minor,
-                    })
-                })?,
-                ..empty()
-            },
+            Content::CharDevice(device) | Content::BlockDevice(device) => {
+                let DeviceNumber { major, minor } = device;
+                let block = inode::device(device);
+                Body {
+                    block: block.ok_or(refuse(InodeProblem::Device { major, minor }))?,
+                    ..empty()
+                }
+            }
             Content::Fifo | Content::Socket => empty(),
         };
         if !is_directory {
             body.links = node.links as u16;
         }
-        let stored = xattr::store(node.xattrs, &mut self.output)?.map_err(refuse)?;
+        let stored = xattr::store(number, node.xattrs, &mut self.output)?;
         body.xattrs = stored.in_inode;
         if let Some(block) = stored.block {
             body.xattr_block = block;
             body.blocks += 1;
         }
-        let bytes = inode::encode(node, &body, seed);
-        self.table
-            .put(number, &bytes, self.geometry, &mut self.output)?;
+        self.put(number, node, &body)?;
         Ok(number)
+    }
+
+    fn put(&mut self, number: InodeNumber, node: &Node<'_>, body: &Body) -> Result<(), Ext4Error> {
+        let bytes = inode::encode(node, body, self.output.seed.of_inode(number.0));
+        self.table
+            .put(number, &bytes, self.geometry, &mut self.output)
     }
 
     /// Writes what is left, the superblock last.
@@ -187,7 +193,6 @@ impl<'a> Writer<'a> {
             return Err(refuse(InodeProblem::FileBytes(bytes)));
         }
         let mut from = 0;
-        let mut blocks = 0;
         for (n, extent) in extents.iter().enumerate() {
             let logical = u64::from(extent.logical);
             let end = logical + u64::from(extent.blocks);
@@ -206,14 +211,24 @@ impl<'a> Writer<'a> {
             if !self.output.space.mark_content(range) {
                 return Err(refuse(InodeProblem::ExtentShared(n)));
             }
-            blocks += range.count;
         }
+        self.body(number, bytes, extents)
+    }
+
+    /// An inode with content in these extents.
+    fn body(
+        &mut self,
+        number: InodeNumber,
+        bytes: u64,
+        extents: &[Extent],
+    ) -> Result<Body, Ext4Error> {
         let seed = self.output.seed.of_inode(number.0);
         let tree = extents::build(extents, seed, &mut self.output)?;
+        let blocks = extents.iter().map(|extent| u64::from(extent.blocks));
         Ok(Body {
             bytes,
             block: tree.root,
-            blocks: blocks + tree.blocks,
+            blocks: blocks.sum::<u64>() + tree.blocks,
             flags: inode_flags::EXTENTS,
             ..empty()
         })
@@ -225,57 +240,45 @@ impl<'a> Writer<'a> {
         parent: InodeNumber,
         entries: &[DirEntry<'_>],
     ) -> Result<Body, Ext4Error> {
-        let refuse = |problem| number.refused(problem);
-        let mut subdirectories = count_directories(entries);
-        directory::check_names(entries).map_err(refuse)?;
-        self.links
-            .record_names(number, entries)
-            .map_err(|(inode, problem)| inode.refused(problem))?;
+        directory::check_names(entries).map_err(|problem| number.refused(problem))?;
+        self.links.record_names(number, entries)?;
         let own = directory::Identity {
             own: number,
             parent,
             seed: self.output.seed.of_inode(number.0),
         };
-        let mut with_lost: Vec<DirEntry<'_>>;
-        let mut all = entries;
+        let mut all = Cow::Borrowed(entries);
         if number == InodeNumber::ROOT && self.identity.lost_and_found {
-            with_lost = entries.to_vec();
-            with_lost.push(DirEntry {
+            all.to_mut().push(DirEntry {
                 name: LOST_AND_FOUND,
                 inode: InodeNumber(inode_number::FIRST),
                 kind: FileKind::Directory,
             });
-            all = &with_lost;
-            subdirectories += 1;
         }
-        let written = directory::write(own, all, &self.hasher, &mut self.output)?;
-        let written = written.map_err(refuse)?;
+        let written = directory::write(own, &all, &self.hasher, &mut self.output)?;
         self.table.count_directory(number);
-        self.directory_body(own, &written, subdirectories)
+        let is_directory = |entry: &&DirEntry<'_>| entry.kind == FileKind::Directory;
+        self.directory_body(number, &written, all.iter().filter(is_directory).count())
     }
 
     fn directory_body(
         &mut self,
-        own: directory::Identity,
+        number: InodeNumber,
         written: &directory::Written,
-        subdirectories: u32,
+        subdirectories: usize,
     ) -> Result<Body, Ext4Error> {
+        let blocks: u64 = written.ranges.iter().map(|range| range.count).sum();
         let extents = extents::of_ranges(&written.ranges);
-        let tree = extents::build(&extents, own.seed, &mut self.output)?;
-        let index = if written.has_index { inode_flags::INDEX } else { 0 };
+        let mut body = self.body(number, blocks * BLOCK_BYTES as u64, &extents)?;
+        if written.has_index {
+            body.flags |= inode_flags::INDEX;
+        }
         // From there on, ext4 does not count.
-        let links = match subdirectories + 2 {
+        body.links = match subdirectories as u32 + 2 {
             links @ ..LINK_MAX => links as u16,
             _ => 1,
         };
-        Ok(Body {
-            bytes: written.blocks * BLOCK_BYTES as u64,
-            block: tree.root,
-            blocks: written.blocks + tree.blocks,
-            flags: inode_flags::EXTENTS | index,
-            links,
-            ..empty()
-        })
+        Ok(body)
     }
 
     fn symlink(&mut self, number: InodeNumber, target: &[u8]) -> Result<Body, Ext4Error> {
@@ -296,15 +299,7 @@ impl<'a> Writer<'a> {
         let mut buffer = [0; BLOCK_BYTES];
         buffer[..target.len()].copy_from_slice(target);
         self.output.write(range.start, &buffer)?;
-        let seed = self.output.seed.of_inode(number.0);
-        let tree = extents::build(&extents::of_ranges(&[range]), seed, &mut self.output)?;
-        Ok(Body {
-            bytes,
-            block: tree.root,
-            blocks: 1,
-            flags: inode_flags::EXTENTS,
-            ..empty()
-        })
+        self.body(number, bytes, &extents::of_ranges(&[range]))
     }
 
     /// A node of the file system's own: owned by root, made when it was made.
@@ -334,16 +329,14 @@ impl<'a> Writer<'a> {
             parent: InodeNumber::ROOT,
             seed: self.output.seed.of_inode(number.0),
         };
-        let written = directory::write_spare(own, LOST_AND_FOUND_BLOCKS, &mut self.output)?;
-        let body = self.directory_body(own, &written, 0)?;
+        let written = directory::write_blocks(own, &[], LOST_AND_FOUND_BLOCKS, &mut self.output)?;
+        let body = self.directory_body(number, &written, 0)?;
         self.table.count_directory(number);
         let content = Content::Directory {
             parent: InodeNumber::ROOT,
             entries: &[],
         };
-        let bytes = inode::encode(&self.own_node(0o700, content), &body, own.seed);
-        self.table
-            .put(number, &bytes, self.geometry, &mut self.output)
+        self.put(number, &self.own_node(0o700, content), &body)
     }
 
     /// Writes the journal. Returns its inode's place for blocks, and its length in bytes.
@@ -368,24 +361,14 @@ impl<'a> Writer<'a> {
         let mut buffer = [0; BLOCK_BYTES];
         buffer[..size_of::<JournalSuperBlock>()].copy_from_slice(header.as_bytes());
         self.output.write(ranges[0].start, &buffer)?;
-        let seed = self.output.seed.of_inode(number.0);
-        let tree = extents::build(&extents::of_ranges(ranges), seed, &mut self.output)?;
-        let body = Body {
-            bytes,
-            block: tree.root,
-            blocks: blocks + tree.blocks,
-            flags: inode_flags::EXTENTS,
-            links: 1,
-            ..empty()
-        };
+        let mut body = self.body(number, bytes, &extents::of_ranges(ranges))?;
+        body.links = 1;
         let content = Content::File {
             bytes,
             extents: &[],
         };
-        let inode = inode::encode(&self.own_node(0o600, content), &body, seed);
-        self.table
-            .put(number, &inode, self.geometry, &mut self.output)?;
-        Ok((tree.root, bytes))
+        self.put(number, &self.own_node(0o600, content), &body)?;
+        Ok((body.block, bytes))
     }
 
     /// Writes bitmaps. Returns the descriptors of all groups.
@@ -543,13 +526,6 @@ const LOG_GROUPS_PER_FLEX: u8 = 4;
 const CRC32C: u8 = 1;
 
 const _: () = assert!(BLOCK_BYTES == DESCRIPTORS_PER_BLOCK as usize * DESCRIPTOR_BYTES);
-
-fn count_directories(entries: &[DirEntry<'_>]) -> u32 {
-    let directories = entries
-        .iter()
-        .filter(|entry| entry.kind == FileKind::Directory);
-    directories.count() as u32
-}
 
 /// An inode without content and attributes.
 fn empty() -> Body {

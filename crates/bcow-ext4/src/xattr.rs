@@ -3,7 +3,7 @@
 use zerocopy::IntoBytes;
 
 use crate::format::{BLOCK_BYTES, INODE_BYTES, RawInode, XATTR_MAGIC, XattrEntry, XattrHeader};
-use crate::node::Xattr;
+use crate::node::{InodeNumber, Xattr};
 use crate::output::{BlockBuffer, Output};
 use crate::{Ext4Error, InodeProblem, acl};
 
@@ -67,16 +67,13 @@ impl Attribute<'_> {
     }
 }
 
-/// Stores the attributes of an inode. The inner error is a problem of the attributes; the caller
-/// adds the number of the inode.
+/// Stores the attributes of an inode.
 pub(crate) fn store(
+    number: InodeNumber,
     xattrs: &[Xattr<'_>],
     output: &mut Output<'_>,
-) -> Result<Result<Stored, InodeProblem>, Ext4Error> {
-    let attributes = match sorted(xattrs) {
-        Ok(attributes) => attributes,
-        Err(problem) => return Ok(Err(problem)),
-    };
+) -> Result<Stored, Ext4Error> {
+    let attributes = sorted(xattrs).map_err(|problem| number.refused(problem))?;
     let mut stored = Stored {
         in_inode: [0; IN_INODE_BYTES],
         block: None,
@@ -97,21 +94,21 @@ pub(crate) fn store(
     if !outside.is_empty() {
         let bytes: usize = outside.iter().map(Attribute::bytes).sum();
         if size_of::<XattrHeader>() + bytes + END > BLOCK_BYTES {
-            return Ok(Err(InodeProblem::XattrSpace));
+            return Err(number.refused(InodeProblem::XattrSpace));
         }
         let block = output.allocate()?;
         let buffer = block_of(&outside, block, output);
         output.write(block, &buffer)?;
         stored.block = Some(block);
     }
-    Ok(Ok(stored))
+    Ok(stored)
 }
 
 fn sorted<'a>(xattrs: &[Xattr<'a>]) -> Result<Vec<Attribute<'a>>, InodeProblem> {
-    let mut attributes = Vec::with_capacity(xattrs.len());
-    for xattr in xattrs {
-        attributes.push(attribute(xattr)?);
-    }
+    let mut attributes = xattrs
+        .iter()
+        .map(attribute)
+        .collect::<Result<Vec<_>, _>>()?;
     attributes.sort_by(|a, b| {
         let key = |x: &Attribute<'a>| (x.index, x.rest.len(), x.rest);
         key(a).cmp(&key(b))

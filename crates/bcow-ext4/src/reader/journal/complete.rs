@@ -24,11 +24,12 @@ impl Journal<'_> {
         let mut last_time = 0;
         while let Some(LogBlock { at, kind, bytes }) = cursor.next()? {
             let wrong = |at| Structure::Journal(at).damaged("its checksum is wrong");
+            let is_list = matches!(kind, journal_block::DESCRIPTOR | journal_block::REVOKE);
+            if is_list && !self.is_tail_right(&bytes) {
+                damaged = damaged.or(Some(at));
+            }
             match kind {
                 journal_block::DESCRIPTOR => {
-                    if !self.is_tail_right(&bytes) {
-                        damaged = damaged.or(Some(at));
-                    }
                     let contents = cursor.contents(self.changes(&bytes).len());
                     if self.has_transaction_checksums {
                         checksum = checksum.with(&bytes[..]);
@@ -37,11 +38,7 @@ impl Journal<'_> {
                         }
                     }
                 }
-                journal_block::REVOKE => {
-                    if !self.is_tail_right(&bytes) {
-                        damaged = damaged.or(Some(at));
-                    }
-                }
+                journal_block::REVOKE => {}
                 journal_block::COMMIT => {
                     let Ok((commit, _)) = JournalCommit::read_from_prefix(&bytes[..]) else {
                         break;
