@@ -6,8 +6,26 @@
 //! reported but not walked, so each byte of metadata is walked once. File data is read once, even
 //! if files share it.
 //!
-//! The code of a finding begins with `erofs-`; its place is a path, `inode N`, `superblock` or
-//! `data`.
+//! The place of a finding is a path, `inode N`, `superblock` or `data`.
+//!
+//! | code | |
+//! |---|---|
+//! | `erofs-data` | File data cannot be read from the device |
+//! | `erofs-device` | Metadata cannot be read from the device |
+//! | `erofs-device-size` | The file system is larger than its device |
+//! | `erofs-directory` | A directory's content is damaged |
+//! | `erofs-directory-twice` | A directory has two names, or contains itself |
+//! | `erofs-dirent-dots` | `.` or `..` is missing or names something else |
+//! | `erofs-dirent-order` | Names are not sorted, so lookups miss them |
+//! | `erofs-dirent-type` | An entry's type is not its inode's |
+//! | `erofs-extent-range` | File content lies beyond the device |
+//! | `erofs-inode` | An inode is damaged |
+//! | `erofs-inode-count` | The superblock's number of inodes is wrong |
+//! | `erofs-limit` | The check stopped early |
+//! | `erofs-nlink` | A link count is wrong |
+//! | `erofs-overlap` | Two inodes or directories use the same bytes |
+//! | `erofs-unsupported` | Something that this reader does not have |
+//! | `erofs-xattr` | Extended attributes are damaged |
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -23,39 +41,6 @@ pub struct CheckOptions {
     /// Also read every byte of the files' extents.
     pub read_data: bool,
 }
-
-/// File data cannot be read from the device.
-const DATA: &str = "erofs-data";
-/// Metadata cannot be read from the device.
-const DEVICE: &str = "erofs-device";
-/// The file system is larger than its device.
-const DEVICE_SIZE: &str = "erofs-device-size";
-/// A directory's content is damaged.
-const DIRECTORY: &str = "erofs-directory";
-/// A directory has two names, or contains itself.
-const DIRECTORY_TWICE: &str = "erofs-directory-twice";
-/// `.` or `..` is missing or names something else.
-const DIRENT_DOTS: &str = "erofs-dirent-dots";
-/// Names are not sorted, so lookups miss them.
-const DIRENT_ORDER: &str = "erofs-dirent-order";
-/// An entry's type is not its inode's.
-const DIRENT_TYPE: &str = "erofs-dirent-type";
-/// File content lies beyond the device.
-const EXTENT_RANGE: &str = "erofs-extent-range";
-/// An inode is damaged.
-const INODE: &str = "erofs-inode";
-/// The superblock's number of inodes is wrong.
-const INODE_COUNT: &str = "erofs-inode-count";
-/// The check stopped early.
-const LIMIT: &str = "erofs-limit";
-/// A link count is wrong.
-const NLINK: &str = "erofs-nlink";
-/// Two inodes or directories use the same bytes.
-const OVERLAP: &str = "erofs-overlap";
-/// Something that this reader does not have.
-const UNSUPPORTED: &str = "erofs-unsupported";
-/// Extended attributes are damaged.
-const XATTR: &str = "erofs-xattr";
 
 /// Limit on findings; more of them add no information.
 const MAX_FINDINGS: usize = 1000;
@@ -132,7 +117,7 @@ impl Checker<'_> {
         if claimed > self.fs.device_bytes() {
             let device = self.fs.device_bytes();
             let message = format!("{claimed} bytes of file system on a device of {device} bytes");
-            self.report(Finding::error(DEVICE_SIZE, "superblock", message));
+            self.report(Finding::error("erofs-device-size", "superblock", message));
         }
         self.visit_root();
         while let Some(directory) = self.pending.pop() {
@@ -175,7 +160,7 @@ impl Checker<'_> {
         let result = fs.read_dir(&dir.inode, 0, &mut |entry| {
             if !is_first && entry.name <= &last[..] {
                 let message = "the name does not sort behind the one before it";
-                self.found(DIRENT_ORDER, dir.index, entry.name, message);
+                self.found("erofs-dirent-order", dir.index, entry.name, message);
             }
             is_first = false;
             last.clear();
@@ -198,7 +183,7 @@ impl Checker<'_> {
             Ok(()) if dot && dot_dot || self.full() => {}
             Ok(()) => {
                 let message = "the directory has no `.` or no `..`";
-                self.found(DIRENT_DOTS, dir.index, b"", message);
+                self.found("erofs-dirent-dots", dir.index, b"", message);
             }
         }
     }
@@ -206,7 +191,7 @@ impl Checker<'_> {
     fn dot(&mut self, index: u32, name: &[u8], found: Nid, expected: Nid) {
         if found != expected {
             let message = format!("names inode {found} instead of {expected}");
-            self.found(DIRENT_DOTS, index, name, message);
+            self.found("erofs-dirent-dots", index, name, message);
         }
     }
 
@@ -216,7 +201,7 @@ impl Checker<'_> {
             let known_kind = known.kind;
             if known_kind == FileType::Directory {
                 let message = format!("directory {nid} has another name already");
-                self.found(DIRECTORY_TWICE, dir.index, name, message);
+                self.found("erofs-directory-twice", dir.index, name, message);
             }
             self.entry_type(dir.index, name, kind, known_kind);
             return;
@@ -251,7 +236,7 @@ impl Checker<'_> {
     fn entry_type(&mut self, index: u32, name: &[u8], said: FileType, is: FileType) {
         if said != is {
             let message = format!("the entry says {said:?}, the inode {is:?}");
-            self.found(DIRENT_TYPE, index, name, message);
+            self.found("erofs-dirent-type", index, name, message);
         }
     }
 
@@ -276,56 +261,46 @@ impl Checker<'_> {
         if let Err(e) = self.fs.check_xattrs(inode) {
             self.error(&e, index, name);
         }
-        match inode.kind {
-            FileType::Regular => self.regular(inode, index, name),
-            FileType::Symlink => {
-                if let Err(e) = self.fs.read_link(inode) {
-                    self.error(&e, index, name);
-                }
-                true
-            }
+        let walked = match inode.kind {
+            FileType::Regular => self.regular(inode),
+            FileType::Symlink => self.fs.read_link(inode).map(|_| true),
             FileType::Directory => self.directory_blocks(inode, index, name),
-            _ => true,
-        }
+            _ => Ok(true),
+        };
+        walked.unwrap_or_else(|e| {
+            self.error(&e, index, name);
+            false
+        })
     }
 
-    fn regular(&mut self, inode: &Inode, index: u32, name: &[u8]) -> bool {
+    fn regular(&mut self, inode: &Inode) -> Result<bool, ErofsError> {
         for extent in self.fs.extents(inode, 0) {
-            match extent {
-                Err(e) => {
-                    self.error(&e, index, name);
-                    return false;
-                }
-                Ok(extent) => {
-                    if let (ExtentSource::Device { offset }, true) = (extent.source, self.read_data)
-                    {
-                        self.extents.push((offset, offset + extent.length));
-                        if self.extents.len() >= MAX_EXTENTS {
-                            self.merge_extents();
-                        }
-                    }
+            let extent = extent?;
+            if let (ExtentSource::Device { offset }, true) = (extent.source, self.read_data) {
+                self.extents.push((offset, offset + extent.length));
+                if self.extents.len() >= MAX_EXTENTS {
+                    self.merge_extents();
                 }
             }
         }
-        true
+        Ok(true)
     }
 
     /// Claims the blocks of a directory that are not inline: shared blocks would be walked
     /// repeatedly.
-    fn directory_blocks(&mut self, inode: &Inode, index: u32, name: &[u8]) -> bool {
+    fn directory_blocks(
+        &mut self,
+        inode: &Inode,
+        index: u32,
+        name: &[u8],
+    ) -> Result<bool, ErofsError> {
         let (start, end) = inode.footprint(self.fs);
         for extent in self.fs.extents(inode, 0) {
-            let extent = match extent {
-                Ok(extent) => extent,
-                Err(e) => {
-                    self.error(&e, index, name);
-                    return false;
-                }
-            };
+            let extent = extent?;
             let ExtentSource::Device { offset } = extent.source else {
                 let message = format!("byte {} of the directory is in a hole", extent.offset);
-                self.found(DIRECTORY, index, name, message);
-                return false;
+                self.found("erofs-directory", index, name, message);
+                return Ok(false);
             };
             let is_inline = offset >= start && offset + extent.length <= end;
             let seen = Seen {
@@ -333,10 +308,10 @@ impl Checker<'_> {
                 inode: None,
             };
             if !is_inline && !self.claim(offset, seen, index, name) {
-                return false;
+                return Ok(false);
             }
         }
-        true
+        Ok(true)
     }
 
     /// Marks bytes of metadata as used. If some of them are used already, reports this and returns
@@ -346,7 +321,7 @@ impl Checker<'_> {
         if before.is_some_and(|(_, other)| other.end > start) {
             let end = seen.end;
             let message = format!("bytes {start}..{end} of the device are used by something else");
-            self.found(OVERLAP, index, name, message);
+            self.found("erofs-overlap", index, name, message);
             return false;
         }
         self.seen.insert(start, seen);
@@ -373,14 +348,18 @@ impl Checker<'_> {
         }
         for (nid, says, names) in wrong {
             let message = format!("the link count is {says}, but the number of links is {names}");
-            self.report(Finding::error(NLINK, format!("inode {nid}"), message));
+            self.report(Finding::error(
+                "erofs-nlink",
+                format!("inode {nid}"),
+                message,
+            ));
         }
         let claimed = self.fs.superblock().inodes;
         // If a part could not be read, the counts differ in any case.
         if inodes != claimed && self.findings.is_empty() {
             let message =
                 format!("the number of inodes is {inodes}, but the superblock says {claimed}");
-            let finding = Finding::error(INODE_COUNT, "superblock", message);
+            let finding = Finding::error("erofs-inode-count", "superblock", message);
             self.report(finding.of(Severity::Warning));
         }
     }
@@ -409,7 +388,7 @@ impl Checker<'_> {
                 let piece = READ_BYTES.min(end - at);
                 if let Err(e) = self.fs.verify_range(at, piece) {
                     let message = format!("bytes {at}..{}: {e}", at + piece);
-                    self.report(Finding::error(DATA, "data", message));
+                    self.report(Finding::error("erofs-data", "data", message));
                 }
                 at += piece;
             }
@@ -419,17 +398,17 @@ impl Checker<'_> {
 
     fn error(&mut self, e: &ErofsError, index: u32, name: &[u8]) {
         let code = match e {
-            ErofsError::Device(_) => DEVICE,
+            ErofsError::Device(_) => "erofs-device",
             ErofsError::UnsupportedInode { .. }
             | ErofsError::UnsupportedFeature { .. }
-            | ErofsError::UnsupportedValue { .. } => UNSUPPORTED,
+            | ErofsError::UnsupportedValue { .. } => "erofs-unsupported",
             ErofsError::Inode {
                 problem: InodeProblem::Content { .. },
                 ..
-            } => EXTENT_RANGE,
-            ErofsError::Directory { .. } => DIRECTORY,
-            ErofsError::Xattr { .. } => XATTR,
-            _ => INODE,
+            } => "erofs-extent-range",
+            ErofsError::Directory { .. } => "erofs-directory",
+            ErofsError::Xattr { .. } => "erofs-xattr",
+            _ => "erofs-inode",
         };
         self.found(code, index, name, e.to_string());
     }
@@ -447,7 +426,7 @@ impl Checker<'_> {
         if self.findings.len() == MAX_FINDINGS {
             let message = format!("more than {MAX_FINDINGS} findings, the rest was not looked at");
             self.findings
-                .push(Finding::error(LIMIT, "superblock", message));
+                .push(Finding::error("erofs-limit", "superblock", message));
         }
     }
 

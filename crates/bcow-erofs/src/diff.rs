@@ -53,7 +53,7 @@ pub enum Side {
 
 /// A tree cannot be read.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot read {}", crate::tree::display_path(&path[1..]))]
+#[error("cannot read {}", crate::tree::display_path(path))]
 pub struct DiffError {
     /// The tree that cannot be read.
     pub side: Side,

@@ -320,22 +320,14 @@ impl Extraction<'_> {
                 path: join(&level.path, &child.name),
             };
             if inode.kind != FileType::Directory {
-                let path = &source;
-                let extracted = self.node(
-                    NamedInode {
-                        inode: &inode,
-                        path,
-                    },
-                    &target,
-                );
+                let (inode, path) = (&inode, &source[..]);
+                let extracted = self.node(NamedInode { inode, path }, &target);
                 self.pass(extracted)?;
                 continue;
             }
-            let entered = if self.seen.insert(inode.nid) {
-                Ok(())
-            } else {
-                Err(ErofsError::DirectoryTwice { nid: inode.nid })
-            };
+            let nid = inode.nid;
+            let entered = self.seen.insert(nid).then_some(());
+            let entered = entered.ok_or(ErofsError::DirectoryTwice { nid });
             if self.pass(read(&source, entered))?.is_none() {
                 continue;
             }
@@ -454,14 +446,9 @@ impl Extraction<'_> {
 
     fn hardlink(&self, first: &[u8], target: &Target<'_>) -> Result<(), ExtractError> {
         let (directory, first_name) = split(first);
-        let linked = match directory {
-            None => self.root.try_clone().map_err(|_| Errno::MFILE),
-            Some(path) => {
-                let flags = OFlags::PATH | OFlags::DIRECTORY;
-                open_beneath(self.root.as_fd(), path, flags)
-            }
-        }
-        .and_then(|directory| {
+        let flags = OFlags::PATH | OFlags::DIRECTORY;
+        let directory = open_beneath(self.root.as_fd(), directory, flags);
+        let linked = directory.and_then(|directory| {
             let (parent, name) = (target.parent, target.name);
             rustix::fs::linkat(directory, first_name, parent, name, AtFlags::empty())
         });

@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 
 use crate::tree::{
-    Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Tree, TreeError, TreeProblem,
-    take_node, validated_tree,
+    Directory, LayerTree, Node, NodeId, NodeKind, Tree, TreeError, TreeProblem, path_of, take_node,
+    validated_tree,
 };
 
 /// Limit on symbolic links in a hardlink's target path, as in the kernel.
@@ -39,21 +39,13 @@ pub enum MergeError {
 /// hardlink to a lower file becomes another name of the same inode, even if the layer hides or
 /// replaces the file's old name. An empty list of layers gives an empty root directory.
 pub fn merge(layers: Vec<LayerTree>) -> Result<Tree, MergeError> {
-    let mut merged = Merged {
-        nodes: LayerTree::new().nodes,
-    };
+    let mut merged = LayerTree::new();
     for (layer, tree) in layers.into_iter().enumerate() {
         merged
             .apply(tree.nodes)
             .map_err(|source| MergeError::Layer { layer, source })?;
     }
     Ok(validated_tree(merged.nodes)?)
-}
-
-/// The layers applied so far. There are no whiteouts, and links to lower layers only while a layer
-/// is applied. Nodes without a name stay in the arena until [`validated_tree`] drops them.
-struct Merged {
-    nodes: Vec<Node>,
 }
 
 /// A link that no lower layer could resolve, and its place.
@@ -65,7 +57,10 @@ struct OpenLink {
 
 const UNSEEN: u32 = u32::MAX;
 
-impl Merged {
+/// The tree of the layers applied so far. There are no whiteouts, and links to lower layers only
+/// while a layer is applied. Nodes without a name stay in the arena until [`validated_tree`] drops
+/// them.
+impl LayerTree {
     fn apply(&mut self, mut layer: Vec<Node>) -> Result<(), TreeError> {
         // Resolve links before any change: the layer may hide the targets of its own links.
         let mut links: BTreeMap<u32, NodeId> = BTreeMap::new();
@@ -88,7 +83,7 @@ impl Merged {
                 continue;
             };
             if !directory.implicit {
-                self.nodes[lower.0 as usize].attributes = node.attributes;
+                self.node_mut(lower).attributes = node.attributes;
             }
             let mut names = std::mem::take(self.children_mut(lower));
             if directory.opaque {
@@ -99,7 +94,7 @@ impl Merged {
                 if known != UNSEEN {
                     if self.is_directory(NodeId(known)) {
                         *self.children_mut(lower) = names;
-                        let path = self.path(lower, &name);
+                        let path = path_of(&self.nodes, lower, Some(&name));
                         return Err(TreeProblem::DirectoryLinkedTwice.at(path));
                     }
                     names.insert(name, NodeId(known));
@@ -115,8 +110,7 @@ impl Merged {
                             names.insert(name, found);
                         }
                         None => {
-                            let id = NodeId(self.nodes.len() as u32);
-                            self.nodes.push(take_node(node));
+                            let id = self.add(take_node(node));
                             names.insert(name.clone(), id);
                             let dir = lower;
                             open_links.push(OpenLink { dir, name, id });
@@ -127,7 +121,10 @@ impl Merged {
                         let to = match below.filter(|&below| self.is_directory(below)) {
                             Some(below) => below,
                             None => {
-                                let new = self.add_directory(node.attributes.clone());
+                                let new = self.add(Node {
+                                    attributes: node.attributes.clone(),
+                                    kind: NodeKind::Directory(Directory::default()),
+                                });
                                 names.insert(name, new);
                                 new
                             }
@@ -136,8 +133,7 @@ impl Merged {
                         pending.push((to, id));
                     }
                     _ => {
-                        let new = NodeId(self.nodes.len() as u32);
-                        self.nodes.push(take_node(node));
+                        let new = self.add(take_node(node));
                         new_ids[id.0 as usize] = new.0;
                         names.insert(name, new);
                     }
@@ -157,7 +153,7 @@ impl Merged {
             for link in open {
                 match self.follow(link.id, &mut ends) {
                     Some(found) => {
-                        self.children_mut(link.dir).insert(link.name, found);
+                        self.insert(link.dir, &link.name, found);
                     }
                     None => rest.push(link),
                 }
@@ -166,8 +162,8 @@ impl Merged {
             open = rest;
             if open.len() == before {
                 let link = open.swap_remove(0);
-                let path = self.path(link.dir, &link.name);
-                let target = match take_node(&mut self.nodes[link.id.0 as usize]).kind {
+                let path = path_of(&self.nodes, link.dir, Some(&link.name));
+                let target = match take_node(self.node_mut(link.id)).kind {
                     NodeKind::LowerLink(target) => target.into_vec(),
                     other => unreachable!("{other:?} is not a link"),
                 };
@@ -187,7 +183,7 @@ impl Merged {
             if let Some(&known) = ends.get(&at) {
                 break known;
             }
-            let NodeKind::LowerLink(target) = &self.nodes[at.0 as usize].kind else {
+            let NodeKind::LowerLink(target) = &self.node(at).kind else {
                 break Some(at);
             };
             // Links that form a cycle have no end.
@@ -202,25 +198,8 @@ impl Merged {
         end
     }
 
-    fn add_directory(&mut self, attributes: Attributes) -> NodeId {
-        let id = NodeId(self.nodes.len() as u32);
-        self.nodes.push(Node {
-            attributes,
-            kind: NodeKind::Directory(Directory::default()),
-        });
-        id
-    }
-
     fn is_directory(&self, id: NodeId) -> bool {
-        matches!(self.nodes[id.0 as usize].kind, NodeKind::Directory(_))
-    }
-
-    /// The children of the directory `id`. The caller ensures that `id` is a directory.
-    fn children_mut(&mut self, id: NodeId) -> &mut BTreeMap<Box<[u8]>, NodeId> {
-        match &mut self.nodes[id.0 as usize].kind {
-            NodeKind::Directory(directory) => &mut directory.children,
-            other => unreachable!("{other:?} is not a directory"),
-        }
+        matches!(self.node(id).kind, NodeKind::Directory(_))
     }
 
     /// Finds the target of a hardlink (any node except a directory). Symbolic links on the way are
@@ -240,11 +219,8 @@ impl Merged {
                 }
                 _ => {}
             }
-            let NodeKind::Directory(directory) = &self.nodes[way.last()?.0 as usize].kind else {
-                return None;
-            };
-            let id = *directory.children.get(name)?;
-            match &self.nodes[id.0 as usize].kind {
+            let id = self.child(*way.last()?, name)?;
+            match &self.node(id).kind {
                 NodeKind::Directory(_) => way.push(id),
                 _ if todo.is_empty() => return Some(id),
                 NodeKind::Symlink(target) => {
@@ -261,32 +237,5 @@ impl Merged {
             }
         }
         None
-    }
-
-    /// The path of an entry, for an error. The search reads the whole tree.
-    fn path(&self, dir: NodeId, name: &[u8]) -> Vec<u8> {
-        let mut parents: BTreeMap<NodeId, (NodeId, &[u8])> = BTreeMap::new();
-        let mut pending = vec![LayerTree::ROOT];
-        while let Some(at) = pending.pop() {
-            let NodeKind::Directory(directory) = &self.nodes[at.0 as usize].kind else {
-                continue;
-            };
-            for (name, &child) in &directory.children {
-                if self.is_directory(child) && !parents.contains_key(&child) {
-                    parents.insert(child, (at, name));
-                    pending.push(child);
-                }
-            }
-        }
-        let mut names = vec![name];
-        let mut at = dir;
-        while let Some(&(parent, name)) = parents.get(&at)
-            && at != LayerTree::ROOT
-        {
-            names.push(name);
-            at = parent;
-        }
-        names.reverse();
-        names.join(&b'/')
     }
 }

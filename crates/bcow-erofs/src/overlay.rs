@@ -13,7 +13,7 @@
 //! directory with its own attributes, a link as a symbolic link, and takes the device for a
 //! whiteout.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::mem::take;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -207,7 +207,7 @@ pub fn read_layer(fs: &Filesystem, options: &ReadOptions<'_>) -> Result<LayerTre
         options,
         tree: LayerTree::new(),
         known: HashMap::new(),
-        xattrs: HashMap::new(),
+        xattrs: HashSet::new(),
         runs: 0,
         pending: Vec::new(),
     };
@@ -228,7 +228,7 @@ struct LayerReader<'a> {
     tree: LayerTree,
     /// Directories, and inodes with several names.
     known: HashMap<u64, NodeId>,
-    xattrs: HashMap<BTreeMap<Vec<u8>, Vec<u8>>, Xattrs>,
+    xattrs: HashSet<Xattrs>,
     runs: usize,
     pending: Vec<(NodeId, Inode)>,
 }
@@ -345,13 +345,17 @@ impl LayerReader<'_> {
         if let Some(xattrs) = self.xattrs.get(&map) {
             return Ok(Some(xattrs.clone()));
         }
-        let xattrs = Arc::new(map.clone());
-        self.xattrs.insert(map, xattrs.clone());
+        let xattrs = Arc::new(map);
+        self.xattrs.insert(xattrs.clone());
         Ok(Some(xattrs))
     }
 
     fn content(&mut self, inode: &Inode) -> Result<Content, LayerError> {
-        let size = inode.size;
+        let mut content = Content {
+            size: inode.size,
+            blocks: Blocks::Flat { start: 0 },
+            tail: None,
+        };
         let block = BLOCK_BYTES as u64;
         if let Some(chunk_shift) = inode.chunk_shift() {
             let mut runs = Vec::new();
@@ -370,20 +374,12 @@ impl LayerReader<'_> {
                     start: self.place(inode, offset, extent.length.next_multiple_of(block))?,
                 });
             }
-            return Ok(Content {
-                size,
-                blocks: Blocks::Chunked {
-                    chunk_shift,
-                    runs: runs.into(),
-                },
-                tail: None,
-            });
+            content.blocks = Blocks::Chunked {
+                chunk_shift,
+                runs: runs.into(),
+            };
+            return Ok(content);
         }
-        let mut content = Content {
-            size,
-            blocks: Blocks::Flat { start: 0 },
-            tail: None,
-        };
         for extent in self.fs.extents(inode, 0) {
             let extent = extent?;
             match extent.source {

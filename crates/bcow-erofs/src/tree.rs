@@ -222,8 +222,8 @@ impl LayerTree {
 
     /// Adds a node that has no name yet.
     pub fn add(&mut self, node: Node) -> NodeId {
-        let id =
-            NodeId(u32::try_from(self.nodes.len()).expect("callers limit the entries to 2^31"));
+        // A caller limits the entries to 2^31.
+        let id = NodeId(self.nodes.len() as u32);
         self.nodes.push(node);
         id
     }
@@ -244,9 +244,14 @@ impl LayerTree {
     ///
     /// If `dir` is not a directory, which is a bug of the caller.
     pub fn insert(&mut self, dir: NodeId, name: &[u8], id: NodeId) -> Option<NodeId> {
+        self.children_mut(dir).insert(name.into(), id)
+    }
+
+    /// The children of the directory `dir`. Panics as [`LayerTree::insert`] does.
+    pub(crate) fn children_mut(&mut self, dir: NodeId) -> &mut BTreeMap<Box<[u8]>, NodeId> {
         match &mut self.node_mut(dir).kind {
-            NodeKind::Directory(directory) => directory.children.insert(name.into(), id),
-            other => panic!("insert into {other:?}, which is not a directory"),
+            NodeKind::Directory(directory) => &mut directory.children,
+            other => panic!("{other:?} is not a directory"),
         }
     }
 
@@ -265,6 +270,34 @@ impl Default for LayerTree {
     fn default() -> Self {
         Self::new()
     }
+}
+
+/// The path of the node `id`, or of the entry `name` in this directory, without leading slash. The
+/// search visits all nodes with a name.
+pub(crate) fn path_of(nodes: &[Node], id: NodeId, name: Option<&[u8]>) -> Vec<u8> {
+    let mut parents: BTreeMap<NodeId, (NodeId, &[u8])> = BTreeMap::new();
+    let mut pending = vec![LayerTree::ROOT];
+    while let Some(dir) = pending.pop() {
+        let NodeKind::Directory(directory) = &nodes[dir.index()].kind else {
+            continue;
+        };
+        for (name, &child) in &directory.children {
+            parents.entry(child).or_insert_with(|| {
+                pending.push(child);
+                (dir, &name[..])
+            });
+        }
+    }
+    let mut names = Vec::from_iter(name);
+    let mut at = id;
+    while at != LayerTree::ROOT
+        && let Some(&(parent, name)) = parents.get(&at)
+    {
+        names.push(name);
+        at = parent;
+    }
+    names.reverse();
+    names.join(&b'/')
 }
 
 /// A valid tree, the only input of the writer:
@@ -333,23 +366,7 @@ impl Tree {
     /// A path of this node, without leading slash; empty for the root. The search visits the whole
     /// tree, so use this method only for error messages.
     pub fn path(&self, id: NodeId) -> Vec<u8> {
-        let mut names: Vec<&[u8]> = Vec::new();
-        let mut at = id;
-        // Parents have smaller ids, so one pass from the last node to the first finds all
-        // ancestors.
-        for dir in (0..self.nodes.len() as u32).rev().map(NodeId) {
-            if at == Self::ROOT {
-                break;
-            }
-            if let NodeKind::Directory(directory) = &self.node(dir).kind
-                && let Some((name, _)) = directory.children.iter().find(|&(_, &child)| child == at)
-            {
-                names.push(name);
-                at = dir;
-            }
-        }
-        names.reverse();
-        names.join(&b'/')
+        path_of(&self.nodes, id, None)
     }
 
     /// The node at `path`; `None` if the tree has no such node. Empty components are ignored, and

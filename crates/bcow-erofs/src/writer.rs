@@ -21,7 +21,7 @@ mod places;
 mod space;
 mod xattrs;
 
-use zerocopy::IntoBytes;
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::format::{self, DeviceSlot, SuperBlock, compatible, incompatible};
 use crate::tree::{TailSource, Tree, display_path};
@@ -225,7 +225,7 @@ impl<'t> Plan<'t> {
     /// Size of the metadata in bytes, a multiple of 4096.
     pub fn metadata_bytes(&self) -> u64 {
         let block = format::BLOCK_BYTES as u64;
-        (self.layout.blocks() + self.xattrs.shared_bytes().div_ceil(block)) * block
+        (self.layout.blocks + self.xattrs.shared_bytes.div_ceil(block)) * block
     }
 
     /// Number of inodes.
@@ -246,9 +246,9 @@ impl<'t> Plan<'t> {
     /// Bytes 1024..4096 of block 0, with checksum. `total_blocks` is the size of the address space
     /// in blocks of 4096 bytes; `statfs` shows it.
     pub fn superblock(&self, total_blocks: u64) -> [u8; 3072] {
-        let time = self.layout.build_time();
+        let time = self.layout.build_time;
         let mut features = 0;
-        if self.layout.has_chunks() {
+        if self.layout.has_chunks {
             features |= incompatible::CHUNKED_FILE;
         }
         let mut device_table_slot = 0;
@@ -257,16 +257,14 @@ impl<'t> Plan<'t> {
             device_table_slot = format::BLOCK_BYTES / size_of::<DeviceSlot>();
         }
         // Without shared xattrs, the address is never used.
-        let xattr_block = match self.xattrs.shared_bytes() {
+        let xattr_block = match self.xattrs.shared_bytes {
             0 => 0,
-            _ => self.metadata_block + self.layout.blocks() as u32,
+            _ => self.metadata_block + self.layout.blocks as u32,
         };
         let mut superblock = SuperBlock {
             magic: format::MAGIC.into(),
-            checksum: 0.into(),
             feature_compat: (compatible::SUPERBLOCK_CHECKSUM | compatible::MTIME).into(),
             block_shift: format::BLOCK_SHIFT,
-            extension_slots: 0,
             root_nid: (self.layout.placed(Tree::ROOT).nid as u16).into(),
             inodes: self.inodes().into(),
             build_time: (time.seconds as u64).into(),
@@ -275,16 +273,10 @@ impl<'t> Plan<'t> {
             metadata_block: self.metadata_block.into(),
             xattr_block: xattr_block.into(),
             uuid: self.uuid,
-            volume_name: [0; 16],
             feature_incompat: features.into(),
-            compression: 0.into(),
             extra_devices: self.extra_devices.into(),
             device_table_slot: (device_table_slot as u16).into(),
-            directory_block_shift: 0,
-            xattr_prefix_count: 0,
-            xattr_prefix_start: 0.into(),
-            packed_nid: 0.into(),
-            reserved: [0; 24],
+            ..SuperBlock::new_zeroed()
         };
         let mut bytes = [0; format::BLOCK_BYTES - format::SUPERBLOCK_OFFSET];
         bytes[..size_of::<SuperBlock>()].copy_from_slice(superblock.as_bytes());

@@ -573,7 +573,8 @@ pub fn identity(header: &Header, last_sequence: u64) -> [u8; 32] {
     hasher.finalize().into()
 }
 
-fn give_zeros(count: u64, sink: &mut dyn FnMut(&[u8])) {
+/// Calls `sink` with `count` zeros, in pieces.
+pub fn give_zeros(count: u64, sink: &mut dyn FnMut(&[u8])) {
     let mut left = count;
     while left > 0 {
         let n = left.min(ZEROS.len() as u64);

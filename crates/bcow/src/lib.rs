@@ -72,7 +72,8 @@ pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
 pub use disk::{CreateOptions, Disk, Layout, Ledger, Statistics};
 pub use error::{BlockProblem, Error};
 pub use image::{
-    BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, identity,
+    BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, give_zeros,
+    identity,
 };
 pub use locked::{LockFileError, LockedFile, header_of};
 pub use map::{Extent, Mapping, ShownBy};

@@ -41,11 +41,11 @@ pub(super) fn join(directory: &[u8], name: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Splits a path at its last slash into the directory and the name. The directory is `None` if the
-/// path has no slash.
-pub(super) fn split(path: &[u8]) -> (Option<&[u8]>, &[u8]) {
+/// Splits a path at its last slash into the directory and the name. The directory is `.` if the path
+/// has no slash.
+pub(super) fn split(path: &[u8]) -> (&[u8], &[u8]) {
     match path.iter().rposition(|&byte| byte == b'/') {
-        Some(slash) => (Some(&path[..slash]), &path[slash + 1..]),
-        None => (None, path),
+        Some(slash) => (&path[..slash], &path[slash + 1..]),
+        None => (b".", path),
     }
 }

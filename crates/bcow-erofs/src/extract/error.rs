@@ -12,7 +12,7 @@ use crate::tree::display_path;
 #[non_exhaustive]
 pub enum ExtractError {
     /// A part of the file system cannot be read.
-    #[error("cannot read {}", display_path(path.strip_prefix(b"/").unwrap_or(path)))]
+    #[error("cannot read {}", display_path(path))]
     Read {
         /// The path in the file system.
         path: Vec<u8>,
@@ -21,10 +21,7 @@ pub enum ExtractError {
         source: ErofsError,
     },
     /// An inode has an owner that no file can have.
-    #[error(
-        "cannot read {}: owner {uid}:{gid} is impossible",
-        display_path(path.strip_prefix(b"/").unwrap_or(path))
-    )]
+    #[error("cannot read {}: owner {uid}:{gid} is impossible", display_path(path))]
     Owner {
         /// The path in the file system.
         path: Vec<u8>,
@@ -34,7 +31,7 @@ pub enum ExtractError {
         gid: u32,
     },
     /// The path of a file that is not a directory does not end in a name.
-    #[error("{} does not end in a name", display_path(path.strip_prefix(b"/").unwrap_or(path)))]
+    #[error("{} does not end in a name", display_path(path))]
     NoName {
         /// The path in the file system.
         path: Vec<u8>,

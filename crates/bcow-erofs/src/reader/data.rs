@@ -1,8 +1,9 @@
 //! File content: extents and bytes.
 
+use bcow::give_zeros;
 use zerocopy::FromBytes;
 
-use super::inode::{ChunkEntry, Data};
+use super::inode::{ChunkTable, Data};
 use super::{ErofsError, FileType, Filesystem, Inode, InodeProblem};
 use crate::format::{ChunkIndex, NULL_BLOCK};
 
@@ -11,9 +12,6 @@ const LINK_MAX: u64 = 4095;
 
 /// Chunk table entries per read.
 const BATCH_ENTRIES: u64 = 512;
-
-/// The bytes that [`Filesystem::read_with`] passes for holes.
-static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
 /// A run of a file's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,14 +72,7 @@ impl Filesystem {
                 ExtentSource::Device { offset } => {
                     self.device.read_with(offset, extent.length, sink)?;
                 }
-                ExtentSource::Hole => {
-                    let mut left = extent.length;
-                    while left > 0 {
-                        let piece = left.min(ZEROS.len() as u64);
-                        sink(&ZEROS[..piece as usize]);
-                        left -= piece;
-                    }
-                }
+                ExtentSource::Hole => give_zeros(extent.length, sink),
             }
         }
         Ok(())
@@ -91,10 +82,8 @@ impl Filesystem {
     pub fn read_link(&self, inode: &Inode) -> Result<Vec<u8>, ErofsError> {
         inode.require(FileType::Symlink, "symbolic link")?;
         if inode.size == 0 || inode.size > LINK_MAX {
-            return Err(ErofsError::Inode {
-                nid: inode.nid,
-                problem: InodeProblem::LinkTarget(inode.size),
-            });
+            let (nid, problem) = (inode.nid, InodeProblem::LinkTarget(inode.size));
+            return Err(ErofsError::Inode { nid, problem });
         }
         let mut target = vec![0; inode.size as usize];
         self.read_content(inode, 0, &mut target)?;
@@ -151,30 +140,22 @@ impl<'a> Extents<'a> {
     fn extent(&mut self) -> Result<FileExtent, ErofsError> {
         let at = self.at;
         let left = self.end - at;
+        let device = |offset| ExtentSource::Device { offset };
         let (length, source) = match self.inode.data {
             Data::None | Data::Hole => (left, ExtentSource::Hole),
-            Data::Plain { offset } => {
-                let offset = offset + at;
-                (left, ExtentSource::Device { offset })
-            }
+            Data::Plain { offset } => (left, device(offset + at)),
             Data::Inline {
                 offset,
                 tail_offset,
             } => {
                 let inline_from = self.inode.size - self.inode.tail_bytes(self.fs.block_bytes());
                 if at < inline_from {
-                    let offset = offset + at;
-                    (left.min(inline_from - at), ExtentSource::Device { offset })
+                    (left.min(inline_from - at), device(offset + at))
                 } else {
-                    let offset = tail_offset + (at - inline_from);
-                    (left, ExtentSource::Device { offset })
+                    (left, device(tail_offset + (at - inline_from)))
                 }
             }
-            Data::Chunked {
-                table,
-                shift,
-                entry,
-            } => self.chunks(table, shift, entry)?,
+            Data::Chunked(table) => self.chunks(table)?,
             Data::Compressed => {
                 return Err(ErofsError::UnsupportedInode {
                     nid: self.inode.nid,
@@ -190,20 +171,16 @@ impl<'a> Extents<'a> {
     }
 
     /// The longest run of chunks from `self.at` on that are contiguous, or all holes.
-    fn chunks(
-        &mut self,
-        table: u64,
-        shift: u8,
-        entry: ChunkEntry,
-    ) -> Result<(u64, ExtentSource), ErofsError> {
+    fn chunks(&mut self, table: ChunkTable) -> Result<(u64, ExtentSource), ErofsError> {
+        let shift = table.shift;
         let chunk_bytes = 1u64 << shift;
         let first = self.at >> shift;
         let within = self.at & (chunk_bytes - 1);
-        let start = self.chunk(table, shift, entry, first)?;
+        let start = self.chunk(table, first)?;
         let mut next = first + 1;
         let mut length = (chunk_bytes - within).min(self.end - self.at);
         while self.at + length < self.end {
-            let here = self.chunk(table, shift, entry, next)?;
+            let here = self.chunk(table, next)?;
             let follows = match (start, here) {
                 (None, None) => true,
                 // Below 2^44 + 2^63, because the file is shorter than 2^63 bytes.
@@ -229,57 +206,44 @@ impl<'a> Extents<'a> {
     }
 
     /// The start of a chunk on the device, `None` for a hole. `index` is below the table's length.
-    fn chunk(
-        &mut self,
-        table: u64,
-        shift: u8,
-        entry: ChunkEntry,
-        index: u64,
-    ) -> Result<Option<u64>, ErofsError> {
-        let entry_bytes = u64::from(entry.bytes());
+    fn chunk(&mut self, table: ChunkTable, index: u64) -> Result<Option<u64>, ErofsError> {
+        let entry_bytes = u64::from(table.entry_bytes);
         let loaded = self.batch.len() as u64 / entry_bytes;
         if index < self.batch_first || index >= self.batch_first + loaded {
             // The inode was refused if its table was not on the device.
-            let wanted = (self.end - 1) >> shift;
+            let wanted = (self.end - 1) >> table.shift;
             let count = (wanted - index + 1).min(BATCH_ENTRIES);
             self.batch.clear();
             self.batch.resize((count * entry_bytes) as usize, 0);
-            self.fs
-                .device_read(table + index * entry_bytes, &mut self.batch)?;
+            let start = table.start + index * entry_bytes;
+            self.fs.device_read(start, &mut self.batch)?;
             self.batch_first = index;
         }
         let at = ((index - self.batch_first) * entry_bytes) as usize;
         let bytes = &self.batch[at..at + entry_bytes as usize];
-        let (block, device) = match entry {
-            ChunkEntry::Address => {
+        let (block, device) = match ChunkIndex::ref_from_bytes(bytes) {
+            Ok(index) => (index.block.get(), index.device.get()),
+            // A block address only.
+            Err(_) => {
                 let block = [bytes[0], bytes[1], bytes[2], bytes[3]];
                 (u32::from_le_bytes(block), 0)
             }
-            ChunkEntry::Index => match ChunkIndex::ref_from_bytes(bytes) {
-                Ok(index) => (index.block.get(), index.device.get()),
-                Err(_) => (NULL_BLOCK, 0),
-            },
         };
         if block == NULL_BLOCK {
             return Ok(None);
         }
         // Content on another device is readable if that device is mapped into the addresses of the
         // first one.
-        let device_start = match device {
-            0 => 0,
-            _ => match self.fs.superblock.devices.get(usize::from(device) - 1) {
-                Some(&start) if start > 0 => start,
-                _ => {
-                    return Err(ErofsError::Inode {
-                        nid: self.inode.nid,
-                        problem: InodeProblem::ChunkDevice(device),
-                    });
-                }
-            },
+        let devices = &self.fs.superblock.devices;
+        let start = match device {
+            0 => Some(0),
+            _ => devices.get(usize::from(device) - 1).copied(),
         };
-        Ok(Some(
-            device_start + u64::from(block) * self.fs.block_bytes(),
-        ))
+        let problem = InodeProblem::ChunkDevice(device);
+        let nid = self.inode.nid;
+        let start = start.filter(|&start| device == 0 || start > 0);
+        let start = start.ok_or(ErofsError::Inode { nid, problem })?;
+        Ok(Some(start + u64::from(block) * self.fs.block_bytes()))
     }
 }
 

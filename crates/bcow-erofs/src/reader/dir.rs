@@ -47,13 +47,7 @@ impl Filesystem {
                 let Some(index) = block.find(name)? else {
                     return Ok(None);
                 };
-                let (nid, kind) = self.target(&block, index)?;
-                return Ok(Some(DirEntry {
-                    nid,
-                    name,
-                    kind,
-                    next_cookie: self.next_cookie(&block, index),
-                }));
+                return Ok(Some(self.entry(&block, index, name)?));
             }
         }
         Ok(None)
@@ -80,14 +74,7 @@ impl Filesystem {
                 if !valid_name(name) {
                     return Err(block.damaged(DirectoryProblem::Name { entry: index }));
                 }
-                let (nid, kind) = self.target(&block, index)?;
-                let entry = DirEntry {
-                    nid,
-                    name,
-                    kind,
-                    next_cookie: self.next_cookie(&block, index),
-                };
-                if each(entry).is_break() {
+                if each(self.entry(&block, index, name)?).is_break() {
                     return Ok(());
                 }
             }
@@ -110,7 +97,13 @@ impl Filesystem {
         Block::new(dir.nid, number, &buf[..length])
     }
 
-    fn target(&self, block: &Block<'_>, index: usize) -> Result<(Nid, FileType), ErofsError> {
+    /// The entry with this index, whose name is `name`.
+    fn entry<'n>(
+        &self,
+        block: &Block<'_>,
+        index: usize,
+        name: &'n [u8],
+    ) -> Result<DirEntry<'n>, ErofsError> {
         let dirent = block.dirent(index)?;
         let nid = Nid(dirent.nid.get());
         let file_type = dirent.file_type;
@@ -124,17 +117,16 @@ impl Filesystem {
                 }));
             }
         };
-        Ok((nid, kind))
-    }
-
-    fn next_cookie(&self, block: &Block<'_>, index: usize) -> u64 {
-        let next = index + 1;
         let start = block.number * self.block_bytes();
-        if next < block.count {
-            start + (next * DIRENT) as u64
-        } else {
-            start + self.block_bytes()
-        }
+        let next = index + 1;
+        let is_last = next == block.count;
+        let behind = if is_last { self.block_bytes() } else { (next * DIRENT) as u64 };
+        Ok(DirEntry {
+            nid,
+            name,
+            kind,
+            next_cookie: start + behind,
+        })
     }
 }
 

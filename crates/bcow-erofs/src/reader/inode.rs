@@ -68,7 +68,7 @@ impl Inode {
     /// file system must have 4096 bytes.
     pub(crate) fn chunk_shift(&self) -> Option<u8> {
         match self.data {
-            Data::Chunked { shift, .. } => Some(shift.saturating_sub(BLOCK_SHIFT)),
+            Data::Chunked(table) => Some(table.shift.saturating_sub(BLOCK_SHIFT)),
             _ => None,
         }
     }
@@ -85,11 +85,7 @@ impl Inode {
         let end = self.xattr_offset + u64::from(self.xattr_bytes);
         let end = match self.data {
             Data::Inline { tail_offset, .. } => tail_offset + self.tail_bytes(fs.block_bytes()),
-            Data::Chunked {
-                table,
-                shift,
-                entry,
-            } => table + u64::from(entry.bytes()) * self.size.div_ceil(1 << shift),
+            Data::Chunked(table) => table.start + table.bytes(self.size),
             _ => end,
         };
         (start, end)
@@ -117,32 +113,28 @@ pub(super) enum Data {
     Hole,
     /// Whole blocks from `offset` on the device, and the tail at `tail_offset`.
     Inline { offset: u64, tail_offset: u64 },
-    /// Chunks of `1 << shift` bytes. The chunk table is at `table` on the device.
-    Chunked {
-        table: u64,
-        shift: u8,
-        entry: ChunkEntry,
-    },
+    /// Chunks.
+    Chunked(ChunkTable),
     /// Compressed content.
     Compressed,
 }
 
-/// The form of the entries of a chunk table.
+/// A table of the places of chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ChunkEntry {
-    /// A block address of 4 bytes.
-    Address,
-    /// A [`ChunkIndex`].
-    Index,
+pub(super) struct ChunkTable {
+    /// Offset on the device in bytes.
+    pub start: u64,
+    /// log2 of the chunk size in bytes.
+    pub shift: u8,
+    /// Bytes of an entry: a [`ChunkIndex`], or a block address of 4 bytes.
+    pub entry_bytes: u8,
 }
 
-impl ChunkEntry {
-    /// Size of an entry in bytes.
-    pub(super) fn bytes(self) -> u8 {
-        match self {
-            ChunkEntry::Address => 4,
-            ChunkEntry::Index => size_of::<ChunkIndex>() as u8,
-        }
+impl ChunkTable {
+    /// Length in bytes of the table of a file of `size` bytes. It cannot overflow: the size is below
+    /// 2^63, so the table is below 2^63 / 512 * 8.
+    fn bytes(&self, size: u64) -> u64 {
+        size.div_ceil(1 << self.shift) * u64::from(self.entry_bytes)
     }
 }
 
@@ -244,10 +236,7 @@ impl Filesystem {
                 nlink: raw.nlink.get().into(),
             })
         } else {
-            if available < buf.len() {
-                return Err(damaged(InodeProblem::OutOfRange));
-            }
-            let Ok(raw) = ExtendedInode::ref_from_bytes(&buf) else {
+            let Ok(raw) = ExtendedInode::ref_from_bytes(&buf[..available]) else {
                 return Err(damaged(InodeProblem::OutOfRange));
             };
             Ok(InodeFields {
@@ -322,24 +311,21 @@ impl Filesystem {
                         feature: "a chunk format beyond size and indexes (feature 48bit)",
                     });
                 }
-                let entry = match chunk_format & CHUNK_INDEXES {
-                    0 => ChunkEntry::Address,
-                    _ => ChunkEntry::Index,
+                let entry_bytes = match chunk_format & CHUNK_INDEXES {
+                    0 => 4,
+                    _ => size_of::<ChunkIndex>() as u8,
                 };
                 let block_shift = block_bytes.trailing_zeros() as u8;
-                // A shift is at most 12 + 31.
-                let shift = block_shift + (chunk_format & CHUNK_SHIFT_MASK) as u8;
-                let table = data_offset.next_multiple_of(entry.bytes().into());
-                // Cannot overflow: the size is below 2^63, so the table is below 2^63 / 512 * 8.
-                let table_bytes = inode.size.div_ceil(1 << shift) * u64::from(entry.bytes());
-                if !self.on_device(table, table_bytes) {
+                let table = ChunkTable {
+                    start: data_offset.next_multiple_of(entry_bytes.into()),
+                    // At most 12 + 31.
+                    shift: block_shift + (chunk_format & CHUNK_SHIFT_MASK) as u8,
+                    entry_bytes,
+                };
+                if !self.on_device(table.start, table.bytes(inode.size)) {
                     return Err(damaged(InodeProblem::PartOutOfRange("chunk table")));
                 }
-                Ok(Data::Chunked {
-                    table,
-                    shift,
-                    entry,
-                })
+                Ok(Data::Chunked(table))
             }
             _ => Ok(Data::Compressed),
         }

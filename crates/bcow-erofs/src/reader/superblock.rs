@@ -69,26 +69,22 @@ impl Superblock {
         let Ok((raw, _)) = SuperBlock::ref_from_prefix(&buf) else {
             return Err(ErofsError::TooSmall { device_bytes });
         };
-        if raw.magic.get() != format::MAGIC {
-            return Err(ErofsError::NotErofs {
-                found: raw.magic.get(),
-            });
+        let found = raw.magic.get();
+        if found != format::MAGIC {
+            return Err(ErofsError::NotErofs { found });
         }
+        let unsupported = |field, value| Err(ErofsError::UnsupportedValue { field, value });
+        let damaged = |field, value| Err(ErofsError::Superblock { field, value });
         let unknown = raw.feature_incompat.get() & !SUPPORTED;
         if unknown != 0 {
             return Err(ErofsError::UnsupportedFeature { bits: unknown });
         }
         if !(9..=format::BLOCK_SHIFT).contains(&raw.block_shift) {
-            return Err(ErofsError::UnsupportedValue {
-                field: "block size shift",
-                value: raw.block_shift.into(),
-            });
+            return unsupported("block size shift", raw.block_shift.into());
         }
         if raw.directory_block_shift != 0 {
-            return Err(ErofsError::UnsupportedValue {
-                field: "directory block size shift",
-                value: raw.directory_block_shift.into(),
-            });
+            let value = raw.directory_block_shift.into();
+            return unsupported("directory block size shift", value);
         }
         check_checksum(raw, &buf, available)?;
         let build_time = Timestamp {
@@ -96,18 +92,12 @@ impl Superblock {
             nanoseconds: raw.build_time_nanoseconds.get(),
         };
         if build_time.nanoseconds >= 1_000_000_000 {
-            return Err(ErofsError::Superblock {
-                field: "build time nanoseconds",
-                value: build_time.nanoseconds.into(),
-            });
+            return damaged("build time nanoseconds", build_time.nanoseconds.into());
         }
         let metadata_offset = u64::from(raw.metadata_block.get()) << raw.block_shift;
         let root = Nid(raw.root_nid.get().into());
         if metadata_offset + root.0 * SLOT_BYTES as u64 >= device_bytes {
-            return Err(ErofsError::Superblock {
-                field: "metadata block",
-                value: raw.metadata_block.get().into(),
-            });
+            return damaged("metadata block", raw.metadata_block.get().into());
         }
         let devices = read_devices(device, raw)?;
         let name = &raw.volume_name;
@@ -168,14 +158,11 @@ fn check_checksum(raw: &SuperBlock, buf: &[u8], available: usize) -> Result<(), 
         Some(rest) => rest,
     };
     let expected = raw.checksum.get();
-    let found = match buf[..available].get(..covered) {
-        Some(bytes) => format::superblock_checksum(bytes),
-        None => {
-            return Err(ErofsError::TooSmall {
-                device_bytes: (format::SUPERBLOCK_OFFSET + available) as u64,
-            });
-        }
+    let Some(bytes) = buf[..available].get(..covered) else {
+        let device_bytes = (format::SUPERBLOCK_OFFSET + available) as u64;
+        return Err(ErofsError::TooSmall { device_bytes });
     };
+    let found = format::superblock_checksum(bytes);
     if found != expected {
         return Err(ErofsError::SuperblockChecksum { expected, found });
     }

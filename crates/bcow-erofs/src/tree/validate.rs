@@ -52,9 +52,11 @@ impl TreeProblem {
     }
 }
 
-/// A path in messages: control characters are escaped, and bytes that are not UTF-8 are replaced.
+/// A path, with or without its leading slash, in messages: control characters are escaped, and bytes
+/// that are not UTF-8 are replaced.
 pub(crate) fn display_path(path: &[u8]) -> String {
     let mut text = String::from("/");
+    let path = path.strip_prefix(b"/").unwrap_or(path);
     for c in String::from_utf8_lossy(path).chars() {
         if c.is_control() {
             text.extend(c.escape_default());

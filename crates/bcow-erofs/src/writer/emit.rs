@@ -3,7 +3,7 @@
 use zerocopy::IntoBytes;
 
 use super::dirs::{DirEntry, Entries, Packer, file_type, write_block};
-use super::layout::{Item, Placed, PlacedDirectory};
+use super::layout::{Item, Placed};
 use super::{EmitError, Plan};
 use crate::format::{
     self, BLOCK_BYTES, CompactInode, ExtendedInode, NULL_BLOCK, SLOT_BYTES, UNKNOWN_TYPE, layout,
@@ -41,7 +41,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
 
     pub(super) fn run(mut self) -> Result<(), EmitError<E>> {
         let plan = self.plan;
-        for item in plan.layout.items() {
+        for item in &plan.layout.items {
             self.zeros_to(u64::from(item.slot) * SLOT_BYTES as u64)?;
             match (item.blocks, &plan.tree.node(item.node).kind) {
                 (false, _) => self.inode(item)?,
@@ -49,7 +49,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
                 (true, _) => self.directory_blocks(item.node)?,
             }
         }
-        self.zeros_to(plan.layout.blocks() * BLOCK_BYTES as u64)?;
+        self.zeros_to(plan.layout.blocks * BLOCK_BYTES as u64)?;
         plan.xattrs.shared_entries(|entry| self.put(entry))?;
         self.zeros_to(plan.metadata_bytes())?;
         self.flush()
@@ -92,13 +92,9 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
             |used: bool, block: u32| if used { plan.metadata_block + block } else { 0 };
         let (size, union) = match &node.kind {
             NodeKind::Directory(_) => {
-                let PlacedDirectory {
-                    bytes,
-                    first_block: block,
-                    ..
-                } = plan.layout.directory(id);
-                let used = !inline || bytes >= BLOCK_BYTES as u64;
-                (bytes, first_block(used, block))
+                let placed = plan.layout.directory(id);
+                let used = !inline || placed.bytes >= BLOCK_BYTES as u64;
+                (placed.bytes, first_block(used, placed.first_block))
             }
             NodeKind::Regular(content) => {
                 let tail = content.tail.map_or(0, |tail| tail.length.into());

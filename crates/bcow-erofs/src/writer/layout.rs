@@ -57,10 +57,10 @@ pub(super) struct Item {
 pub(super) struct Layout {
     placed: Vec<Placed>,
     directories: Vec<PlacedDirectory>,
-    items: Vec<Item>,
-    build_time: Timestamp,
-    has_chunks: bool,
-    blocks: u64,
+    pub(super) items: Vec<Item>,
+    pub(super) build_time: Timestamp,
+    pub(super) has_chunks: bool,
+    pub(super) blocks: u64,
 }
 
 impl Layout {
@@ -104,22 +104,6 @@ impl Layout {
             !item.blocks && behind + size_of::<XattrHeader>() as u64 > end
         });
         self.blocks += u64::from(ends_with_inode);
-    }
-
-    pub(super) fn blocks(&self) -> u64 {
-        self.blocks
-    }
-
-    pub(super) fn build_time(&self) -> Timestamp {
-        self.build_time
-    }
-
-    pub(super) fn has_chunks(&self) -> bool {
-        self.has_chunks
-    }
-
-    pub(super) fn items(&self) -> &[Item] {
-        &self.items
     }
 
     pub(super) fn placed(&self, id: NodeId) -> Placed {
@@ -264,37 +248,28 @@ fn count_links(tree: &Tree) -> (Vec<Placed>, Vec<PlacedDirectory>) {
         layout: 0,
     };
     let mut placed = vec![none; tree.len()];
-    let mut directories = Vec::new();
     placed[Tree::ROOT.index()].nlink = 2;
-    // In a valid tree, parents have smaller numbers, so the parent of each directory is known when
-    // it is visited.
-    let mut parents = vec![Tree::ROOT];
+    let mut directories = vec![PlacedDirectory {
+        parent: Tree::ROOT,
+        bytes: 0,
+        first_block: 0,
+    }];
     for id in tree.ids() {
         let NodeKind::Directory(directory) = &tree.node(id).kind else {
             continue;
         };
-        let index = match id {
-            Tree::ROOT => 0,
-            _ => placed[id.index()].extra as usize,
-        };
-        directories.resize(
-            directories.len().max(index + 1),
-            PlacedDirectory {
-                parent: Tree::ROOT,
-                bytes: 0,
-                first_block: 0,
-            },
-        );
-        directories[index] = PlacedDirectory {
-            parent: parents[index],
-            bytes: directory_bytes(directory),
-            first_block: 0,
-        };
+        // In a valid tree, parents have smaller numbers, so each directory has its index when it is
+        // visited.
+        let index = placed[id.index()].extra as usize;
+        directories[index].bytes = directory_bytes(directory);
         for &child in directory.children.values() {
             if matches!(tree.node(child).kind, NodeKind::Directory(_)) {
                 placed[child.index()].nlink = 2;
-                placed[child.index()].extra = parents.len() as u32;
-                parents.push(id);
+                placed[child.index()].extra = directories.len() as u32;
+                directories.push(PlacedDirectory {
+                    parent: id,
+                    ..directories[0]
+                });
                 placed[id.index()].nlink += 1;
             } else {
                 placed[child.index()].nlink += 1;

@@ -22,9 +22,9 @@ impl Plan<'_> {
     /// The pieces of the metadata, in the order of the address space, without the shared xattrs.
     pub fn metadata_places(&self) -> impl Iterator<Item = MetadataPlace> + '_ {
         let start = u64::from(self.metadata_block) * BLOCK_BYTES as u64;
-        let items = self.layout.items();
+        let items = &self.layout.items;
         let byte = move |slot: u32| start + u64::from(slot) * SLOT_BYTES as u64;
-        let end = start + self.layout.blocks() * BLOCK_BYTES as u64;
+        let end = start + self.layout.blocks * BLOCK_BYTES as u64;
         items.iter().enumerate().map(move |(index, item)| {
             let next = items.get(index + 1).map_or(end, |next| byte(next.slot));
             MetadataPlace {

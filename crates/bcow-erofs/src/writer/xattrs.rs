@@ -47,7 +47,8 @@ pub(super) struct XattrTable<'t> {
     /// Shared pairs and their offset in the shared area, in units of 4 bytes, in the order of the
     /// area.
     shared: BTreeMap<Pair<'t>, u32>,
-    shared_bytes: u64,
+    /// Bytes of the shared area, a multiple of 4.
+    pub(super) shared_bytes: u64,
     /// Bytes beside the inode, by the address of the set: inodes share sets, and the lookup is per
     /// inode.
     sizes: HashMap<*const BTreeMap<Vec<u8>, Vec<u8>>, u32>,
@@ -112,11 +113,6 @@ impl<'t> XattrTable<'t> {
             Some((id, name, problem)) => Err(error(tree, id, name, problem)),
             None => Ok(table),
         }
-    }
-
-    /// Bytes of the shared area, a multiple of 4.
-    pub(super) fn shared_bytes(&self) -> u64 {
-        self.shared_bytes
     }
 
     /// Bytes of a node's xattrs beside its inode, a multiple of 4.
