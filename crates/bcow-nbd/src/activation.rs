@@ -32,11 +32,10 @@ pub fn passed_listeners() -> Result<Vec<Listener>, Error> {
     if TAKEN.swap(true, Ordering::SeqCst) {
         return Err(Error::Activation("they are already in use".into()));
     }
-    let mut listeners = Vec::new();
-    for number in FIRST..FIRST + count {
-        listeners.push(listener(take(number)?, number)?);
-    }
-    Ok(listeners)
+    let numbers = FIRST..FIRST + count;
+    numbers
+        .map(|number| listener(take(number)?, number))
+        .collect()
 }
 
 /// Number of sockets that the variables announce for process `me`.

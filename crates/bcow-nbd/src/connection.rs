@@ -109,21 +109,16 @@ impl<'a> Worker<'a> {
     /// Runs the worker, which starts with the turn.
     fn work(mut self, mut receiver: Box<Receiver>) -> Result<(), SessionEnd> {
         loop {
-            match self.step(receiver) {
-                Ok(Some(Turned::Kept(kept))) => receiver = kept,
+            receiver = match self.step(receiver) {
+                Ok(Some(Turned::Kept(kept))) => kept,
                 Ok(Some(Turned::Passed)) => match self.connection.turn.take() {
-                    Some(taken) => receiver = taken,
+                    Some(taken) => taken,
                     None => return Ok(()),
                 },
-                Ok(None) => {
+                ended => {
                     let sent = self.connection.client.send(&mut self.replies);
                     self.connection.turn.close();
-                    return sent;
-                }
-                Err(error) => {
-                    let _ = self.connection.client.send(&mut self.replies);
-                    self.connection.turn.close();
-                    return Err(error);
+                    return ended.and(sent);
                 }
             }
         }
@@ -196,9 +191,7 @@ impl<'a> Worker<'a> {
             return Ok(Some(Turned::Kept(receiver)));
         }
         let mut payload = std::mem::take(&mut self.payload);
-        if payload.len() < payload_bytes {
-            payload.resize(payload_bytes, 0);
-        }
+        payload.resize(payload.len().max(payload_bytes), 0);
         if borrowed {
             let content = &receiver.available()[header_bytes..header_bytes + payload_bytes];
             payload[..payload_bytes].copy_from_slice(content);

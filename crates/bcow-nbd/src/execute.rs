@@ -77,21 +77,18 @@ pub(crate) fn run(
     piece: usize,
     replies: &mut Replies,
 ) -> Result<(), SessionEnd> {
-    match request.command {
-        Command::Read => return read(client, request, piece, replies),
-        Command::BlockStatus => status(client, request, replies),
-        command => {
-            let done = match client.selection.export.device.writer() {
-                Some(device) => change(device, request, payload),
-                None => Ok(()),
-            };
-            let done = match command {
-                Command::Cache => cache(client.selection.export.device.reader(), request),
-                _ => done,
-            };
-            reply(client, request, done, replies);
+    let device = &client.selection.export.device;
+    let done = match (request.command, device.writer()) {
+        (Command::Read, _) => return read(client, request, piece, replies),
+        (Command::BlockStatus, _) => {
+            status(client, request, replies);
+            return Ok(());
         }
-    }
+        (Command::Cache, _) => cache(device.reader(), request),
+        (_, Some(writer)) => change(writer, request, payload),
+        (_, None) => Ok(()),
+    };
+    reply(client, request, done, replies);
     Ok(())
 }
 
@@ -110,8 +107,9 @@ fn fail(
     at: Option<u64>,
     replies: &mut Replies,
 ) {
-    let failures = &client.shared.failures;
-    failures.report(&client.selection.export.name, request, error);
+    let (shared, export) = (&client.shared, &client.selection.export);
+    let to = &shared.options.failures;
+    shared.failures.add(&export.name, request, error, to);
     let failure = Failure::of_device(request.command, error);
     replies.failed(request.cookie, request.offset, &failure, at);
 }

@@ -33,19 +33,14 @@ pub struct FailedRequest<'a> {
 
 impl fmt::Display for FailedRequest<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let FailedRequest {
-            command,
-            offset,
-            length,
-            error,
-            count,
-            ..
-        } = self;
+        let (command, length, offset) = (self.command, self.length, self.offset);
         write!(
             f,
-            "{command:?} of {length} bytes at byte {offset} failed: {error}"
+            "{command:?} of {length} bytes at byte {offset} failed: {}",
+            self.error
         )?;
-        if *count > LOGGED_SINGLY {
+        let count = self.count;
+        if count > LOGGED_SINGLY {
             write!(f, " (failed request number {count}; not all are logged)")
         } else {
             Ok(())
@@ -70,39 +65,23 @@ impl Default for FailureReport {
     }
 }
 
-impl fmt::Debug for FailureReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("FailureReport")
-    }
-}
-
+/// Counts the requests that failed.
 #[derive(Default)]
-pub(crate) struct FailureLog {
-    count: AtomicU64,
-    report: FailureReport,
-}
+pub(crate) struct FailureCount(AtomicU64);
 
-impl FailureLog {
-    pub(crate) fn new(report: FailureReport) -> Self {
-        FailureLog {
-            count: AtomicU64::new(0),
-            report,
+impl FailureCount {
+    pub(crate) fn add(&self, export: &str, request: &Request, error: &Error, to: &FailureReport) {
+        let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
+        if is_logged(count) {
+            (to.0)(&FailedRequest {
+                export,
+                command: request.command,
+                offset: request.offset,
+                length: request.length,
+                error,
+                count,
+            });
         }
-    }
-
-    pub(crate) fn report(&self, export: &str, request: &Request, error: &Error) {
-        let count = self.count.fetch_add(1, Ordering::Relaxed) + 1;
-        if !is_logged(count) {
-            return;
-        }
-        (self.report.0)(&FailedRequest {
-            export,
-            command: request.command,
-            offset: request.offset,
-            length: request.length,
-            error,
-            count,
-        });
     }
 }
 

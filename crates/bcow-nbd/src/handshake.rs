@@ -14,7 +14,7 @@ use crate::receive::Receiver;
 use crate::reply::truncated;
 use crate::shared::Shared;
 use crate::socket::{Patience, Socket};
-use crate::tls::{self, Tls};
+use crate::tls;
 
 /// Largest accepted data of an option: a name and some dozens of queries.
 const MAX_OPTION_BYTES: usize = 64 << 10;
@@ -44,11 +44,14 @@ pub(crate) struct Handshake<'a> {
     pub(crate) is_full: bool,
     /// Whether the server refused an option because the client did not use TLS.
     pub(crate) wants_tls: bool,
+    /// Whether the client does without the zeros behind the reply to EXPORT_NAME.
+    pub(crate) no_zeroes: bool,
+    pub(crate) negotiated: Negotiated,
 }
 
 /// The state of the negotiation. STARTTLS resets it.
 #[derive(Default)]
-struct Negotiated {
+pub(crate) struct Negotiated {
     framing: Framing,
     /// The selected contexts, and the export for which the client selected them.
     contexts: Option<(Arc<Export>, Contexts)>,
@@ -69,22 +72,17 @@ impl Handshake<'_> {
         if flags & !known != 0 {
             return Err(SessionEnd::Protocol("unknown client flags"));
         }
-        let no_zeroes = flags & client_flag::NO_ZEROES != 0;
+        self.no_zeroes = flags & client_flag::NO_ZEROES != 0;
 
-        let mut negotiated = Negotiated::default();
         loop {
-            if let Some(outcome) = self.option(&mut negotiated, no_zeroes)? {
+            if let Some(outcome) = self.option()? {
                 return Ok(outcome);
             }
         }
     }
 
     /// Serves one option. Returns the outcome if it ends the handshake.
-    fn option(
-        &mut self,
-        negotiated: &mut Negotiated,
-        no_zeroes: bool,
-    ) -> Result<Option<Outcome>, SessionEnd> {
+    fn option(&mut self) -> Result<Option<Outcome>, SessionEnd> {
         let (magic, option, length) = self.take(16, |bytes| {
             Some((take_u64(bytes)?, take_u32(bytes)?, take_u32(bytes)?))
         })?;
@@ -106,16 +104,10 @@ impl Handshake<'_> {
             .fill_until(self.socket, length, self.deadline)?;
         let data = self.receiver.available()[..length].to_vec();
         self.receiver.consume(length);
-        self.answer(option, &data, negotiated, no_zeroes)
+        self.answer(option, &data)
     }
 
-    fn answer(
-        &mut self,
-        option: u32,
-        data: &[u8],
-        negotiated: &mut Negotiated,
-        no_zeroes: bool,
-    ) -> Result<Option<Outcome>, SessionEnd> {
+    fn answer(&mut self, option: u32, data: &[u8]) -> Result<Option<Outcome>, SessionEnd> {
         if option == option::ABORT {
             // The client may have disconnected without waiting for the reply. That is not an error.
             let _ = self.reply(option, option_reply::ACK, &[]);
@@ -130,26 +122,26 @@ impl Handshake<'_> {
             return Ok(None);
         }
         match option {
-            option::STARTTLS => self.start_tls(data, negotiated)?,
-            option::EXPORT_NAME => return self.export_name(data, negotiated, no_zeroes),
+            option::STARTTLS => self.start_tls(data)?,
+            option::EXPORT_NAME => return self.export_name(data),
             option::LIST if data.is_empty() => self.list()?,
-            option::INFO | option::GO => return self.info(option, data, negotiated),
+            option::INFO | option::GO => return self.info(option, data),
             option::STRUCTURED_REPLY if data.is_empty() => {
-                if negotiated.framing == Framing::Extended {
+                if self.negotiated.framing == Framing::Extended {
                     let message =
                         "extended headers are already selected and include structured replies";
                     self.refuse(option, option_reply::ERR_INVALID, message)?;
                 } else {
-                    negotiated.framing = Framing::Structured;
+                    self.negotiated.framing = Framing::Structured;
                     self.reply(option, option_reply::ACK, &[])?;
                 }
             }
             option::EXTENDED_HEADERS if data.is_empty() => {
-                negotiated.framing = Framing::Extended;
+                self.negotiated.framing = Framing::Extended;
                 self.reply(option, option_reply::ACK, &[])?;
             }
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
-                self.meta_context(option, data, negotiated)?;
+                self.meta_context(option, data)?;
             }
             option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => {
                 let message = "the option must have no data";
@@ -166,7 +158,9 @@ impl Handshake<'_> {
             return Some((option_reply::ERR_SHUTDOWN, "the server is shutting down"));
         }
         let tls = self.shared.options.tls.as_ref();
-        if tls.is_some_and(Tls::is_required) && !self.socket.is_tls() && option != option::STARTTLS
+        if tls.is_some_and(|tls| tls.required)
+            && !self.socket.is_tls()
+            && option != option::STARTTLS
         {
             return Some((option_reply::ERR_TLS_REQD, "this server requires TLS"));
         }
@@ -174,7 +168,7 @@ impl Handshake<'_> {
         self.is_full.then_some(full)
     }
 
-    fn start_tls(&mut self, data: &[u8], negotiated: &mut Negotiated) -> Result<(), SessionEnd> {
+    fn start_tls(&mut self, data: &[u8]) -> Result<(), SessionEnd> {
         let option = option::STARTTLS;
         let Some(tls) = &self.shared.options.tls else {
             let message = "this server has no TLS certificate";
@@ -195,28 +189,24 @@ impl Handshake<'_> {
         self.socket
             .start_tls(tls, self.deadline)
             .map_err(|error| SessionEnd::Tls(tls::explain(&error)))?;
-        *negotiated = Negotiated::default();
+        self.negotiated = Negotiated::default();
         Ok(())
     }
 
-    fn export_name(
-        &mut self,
-        name: &[u8],
-        negotiated: &mut Negotiated,
-        no_zeroes: bool,
-    ) -> Result<Option<Outcome>, SessionEnd> {
+    fn export_name(&mut self, name: &[u8]) -> Result<Option<Outcome>, SessionEnd> {
         // EXPORT_NAME has no error reply.
         let Some(export) = self.shared.exports.find(name).cloned() else {
             return Err(SessionEnd::Protocol("no export has the requested name"));
         };
         let mut reply = Vec::with_capacity(134);
         reply.extend(export.device.reader().size().to_be_bytes());
-        reply.extend(export.transmission_flags(negotiated.framing).to_be_bytes());
-        if !no_zeroes {
+        let flags = export.transmission_flags(self.negotiated.framing);
+        reply.extend(flags.to_be_bytes());
+        if !self.no_zeroes {
             reply.resize(reply.len() + 124, 0);
         }
         self.send(&reply)?;
-        Ok(Some(select(export, negotiated)))
+        Ok(Some(self.select(export)))
     }
 
     fn list(&mut self) -> Result<(), SessionEnd> {
@@ -231,12 +221,7 @@ impl Handshake<'_> {
         self.reply(option::LIST, option_reply::ACK, &[])
     }
 
-    fn info(
-        &mut self,
-        option: u32,
-        data: &[u8],
-        negotiated: &mut Negotiated,
-    ) -> Result<Option<Outcome>, SessionEnd> {
+    fn info(&mut self, option: u32, data: &[u8]) -> Result<Option<Outcome>, SessionEnd> {
         let Some((name, wanted)) = parse_info(data) else {
             let message = "the data of the option is invalid";
             self.refuse(option, option_reply::ERR_INVALID, message)?;
@@ -248,7 +233,8 @@ impl Handshake<'_> {
         let size = export.device.reader().size();
         let mut data = info::EXPORT.to_be_bytes().to_vec();
         data.extend(size.to_be_bytes());
-        data.extend(export.transmission_flags(negotiated.framing).to_be_bytes());
+        let flags = export.transmission_flags(self.negotiated.framing);
+        data.extend(flags.to_be_bytes());
         self.reply(option, option_reply::INFO, &data)?;
 
         let mut data = info::BLOCK_SIZE.to_be_bytes().to_vec();
@@ -269,23 +255,18 @@ impl Handshake<'_> {
         }
         self.reply(option, option_reply::ACK, &[])?;
         Ok(match option {
-            option::GO => Some(select(export, negotiated)),
+            option::GO => Some(self.select(export)),
             _ => None,
         })
     }
 
-    fn meta_context(
-        &mut self,
-        option: u32,
-        data: &[u8],
-        negotiated: &mut Negotiated,
-    ) -> Result<(), SessionEnd> {
+    fn meta_context(&mut self, option: u32, data: &[u8]) -> Result<(), SessionEnd> {
         let choose = option == option::SET_META_CONTEXT;
         if choose {
             // Any attempt to select discards the earlier selection, even if it fails.
-            negotiated.contexts = None;
+            self.negotiated.contexts = None;
         }
-        if choose && negotiated.framing == Framing::Simple {
+        if choose && self.negotiated.framing == Framing::Simple {
             let message = "metadata contexts need structured replies";
             return self.refuse(option, option_reply::ERR_INVALID, message);
         }
@@ -318,7 +299,7 @@ impl Handshake<'_> {
         }
         self.reply(option, option_reply::ACK, &[])?;
         if choose {
-            negotiated.contexts = Some((export, contexts));
+            self.negotiated.contexts = Some((export, contexts));
         }
         Ok(())
     }
@@ -370,29 +351,27 @@ impl Handshake<'_> {
         self.receiver.consume(length);
         decoded.ok_or(SessionEnd::Protocol("a message is too short"))
     }
-}
 
-fn select(export: Arc<Export>, negotiated: &mut Negotiated) -> Outcome {
-    // Ignore contexts that were selected for another export.
-    let contexts = match negotiated.contexts.take() {
-        Some((chosen, contexts)) if Arc::ptr_eq(&chosen, &export) => contexts,
-        _ => Contexts::default(),
-    };
-    Outcome::Selected(Selection {
-        export,
-        framing: negotiated.framing,
-        contexts,
-    })
+    fn select(&mut self, export: Arc<Export>) -> Outcome {
+        // Ignore contexts that were selected for another export.
+        let contexts = match self.negotiated.contexts.take() {
+            Some((chosen, contexts)) if Arc::ptr_eq(&chosen, &export) => contexts,
+            _ => Contexts::default(),
+        };
+        Outcome::Selected(Selection {
+            export,
+            framing: self.negotiated.framing,
+            contexts,
+        })
+    }
 }
 
 /// Decodes the data of INFO and GO: a name and the types of information.
 fn parse_info(mut data: &[u8]) -> Option<(&[u8], Vec<u16>)> {
     let name = take_string(&mut data)?;
     let count = take_u16(&mut data)?;
-    let mut wanted = Vec::new();
-    for _ in 0..count {
-        wanted.push(take_u16(&mut data)?);
-    }
+    let wanted: Option<_> = (0..count).map(|_| take_u16(&mut data)).collect();
+    let wanted = wanted?;
     data.is_empty().then_some((name, wanted))
 }
 
@@ -400,10 +379,8 @@ fn parse_info(mut data: &[u8]) -> Option<(&[u8], Vec<u16>)> {
 fn parse_queries(mut data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
     let name = take_string(&mut data)?;
     let count = take_u32(&mut data)?;
-    let mut queries = Vec::new();
-    for _ in 0..count {
-        queries.push(take_string(&mut data)?);
-    }
+    let queries: Option<_> = (0..count).map(|_| take_string(&mut data)).collect();
+    let queries = queries?;
     data.is_empty().then_some((name, queries))
 }
 

@@ -30,13 +30,11 @@ impl Memory {
             }
             (left, _) = wait_timeout(&self.freed, &self.left, left, rest);
         }
-        match left.checked_sub(bytes) {
-            Some(rest) => {
-                *left = rest;
-                true
-            }
-            None => false,
+        let is_enough = *left >= bytes;
+        if is_enough {
+            *left -= bytes;
         }
+        is_enough
     }
 
     /// Releases reserved bytes.

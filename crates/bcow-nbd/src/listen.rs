@@ -26,7 +26,8 @@ const BACKLOG: i32 = 1024;
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
-    name: Option<Name>,
+    /// Device and inode of the Unix socket that this process bound.
+    bound: Option<(u64, u64)>,
     place: ListenAddress,
 }
 
@@ -39,14 +40,6 @@ pub enum ListenAddress {
     Tcp(SocketAddr),
     /// A socket without an address that clients could use.
     Unnamed,
-}
-
-/// The name of a Unix socket that this process bound.
-#[derive(Debug)]
-struct Name {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
 }
 
 impl Listener {
@@ -66,11 +59,7 @@ impl Listener {
         let metadata = fs::symlink_metadata(path).map_err(failed)?;
         Ok(Listener {
             fd,
-            name: Some(Name {
-                path: path.to_owned(),
-                device: metadata.dev(),
-                inode: metadata.ino(),
-            }),
+            bound: Some((metadata.dev(), metadata.ino())),
             place: ListenAddress::Unix(path.to_owned()),
         })
     }
@@ -82,7 +71,7 @@ impl Listener {
         let address = listener.local_addr().map_err(failed)?;
         Ok(Listener {
             fd: listener.into(),
-            name: None,
+            bound: None,
             place: ListenAddress::Tcp(address),
         })
     }
@@ -102,7 +91,7 @@ impl Listener {
         };
         Listener {
             fd,
-            name: None,
+            bound: None,
             place,
         }
     }
@@ -131,13 +120,12 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(name) = &self.name {
+        if let (Some(bound), ListenAddress::Unix(path)) = (self.bound, &self.place) {
             // Another server may have replaced the socket since.
-            let ours = fs::symlink_metadata(&name.path).is_ok_and(|metadata| {
-                (metadata.dev(), metadata.ino()) == (name.device, name.inode)
-            });
+            let ours = fs::symlink_metadata(path)
+                .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == bound);
             if ours {
-                let _ = fs::remove_file(&name.path);
+                let _ = fs::remove_file(path);
             }
         }
     }
@@ -158,11 +146,8 @@ fn bind_unix(path: &Path) -> Result<OwnedFd, Errno> {
 fn remove_if_dead(path: &Path) -> Result<(), Error> {
     let shown = || path.display().to_string();
     let failed = |source| Error::host(format!("listen on {}", path.display()), source);
-    if !fs::symlink_metadata(path)
-        .map_err(failed)?
-        .file_type()
-        .is_socket()
-    {
+    let metadata = fs::symlink_metadata(path).map_err(failed)?;
+    if !metadata.file_type().is_socket() {
         return Err(Error::NoSocket(shown()));
     }
     match UnixStream::connect(path) {

@@ -13,7 +13,7 @@ use crate::connection::Connection;
 use crate::context::Contexts;
 use crate::error::{Error, SessionEnd};
 use crate::export::{Exports, Selection};
-use crate::handshake::{Handshake, Outcome};
+use crate::handshake::{Handshake, Negotiated, Outcome};
 use crate::listen::Listener;
 use crate::proto::Framing;
 use crate::receive::Receiver;
@@ -122,16 +122,15 @@ impl Server {
 
     fn accept_clients(&self, listeners: &[Listener]) -> Result<(), Error> {
         let mut fds: Vec<PollFd<'_>> = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
-        for listener in listeners {
-            fds.push(PollFd::new(listener, PollFlags::IN));
-        }
+        let listening = listeners.iter();
+        fds.extend(listening.map(|listener| PollFd::new(listener, PollFlags::IN)));
         while !self.shared.is_stopping() {
-            let timeout = match self.idle_left() {
-                Some(Duration::ZERO) => return Ok(()),
-                // A timeout that does not fit the type is treated as no timeout.
-                Some(left) => Timespec::try_from(left).ok(),
-                None => None,
-            };
+            let left = self.idle_left();
+            if left == Some(Duration::ZERO) {
+                return Ok(());
+            }
+            // A timeout that does not fit the type is treated as no timeout.
+            let timeout = left.and_then(|left| Timespec::try_from(left).ok());
             match poll(&mut fds, timeout.as_ref()) {
                 Ok(_) => {}
                 Err(Errno::INTR) => continue,
@@ -249,6 +248,8 @@ fn session(
             .map(|timeout| Instant::now() + timeout),
         is_full,
         wants_tls: false,
+        no_zeroes: false,
+        negotiated: Negotiated::default(),
     };
     let outcome = handshake.run();
     match &outcome {

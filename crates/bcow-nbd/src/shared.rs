@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::error::Error;
 use crate::export::Exports;
-use crate::failures::{FailureLog, FailureReport, RefusalLog};
+use crate::failures::{FailureCount, FailureReport, RefusalLog};
 use crate::limits::Memory;
 use crate::socket::Socket;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use crate::tls::Tls;
 /// Stack size of a thread in bytes. Small, because a server may have a thousand threads.
 pub(crate) const STACK_BYTES: usize = 512 << 10;
 
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct ServerOptions {
     /// Limit of the clients at a time.
     pub max_clients: usize,
@@ -64,7 +64,7 @@ pub(crate) struct Shared {
     pub(crate) exports: Exports,
     pub(crate) options: ServerOptions,
     pub(crate) memory: Memory,
-    pub(crate) failures: FailureLog,
+    pub(crate) failures: FailureCount,
     pub(crate) refusals: RefusalLog,
     stopping: AtomicBool,
     /// Wakes the thread that accepts clients.
@@ -90,7 +90,7 @@ impl Shared {
         Ok(Shared {
             exports,
             memory: Memory::new(options.memory_bytes),
-            failures: FailureLog::new(options.failures.clone()),
+            failures: FailureCount::default(),
             options,
             refusals: RefusalLog::default(),
             stopping: AtomicBool::new(false),

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -11,6 +11,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{CertificateError, RootCertStore, ServerConfig, ServerConnection};
 
 use crate::error::Error;
+use crate::sync::{Mutex, lock};
 
 /// Size of the receive buffer in bytes: several records.
 const CIPHERTEXT_BYTES: usize = 64 << 10;
@@ -19,7 +20,8 @@ const CIPHERTEXT_BYTES: usize = 64 << 10;
 #[derive(Clone)]
 pub struct Tls {
     config: Arc<ServerConfig>,
-    required: bool,
+    /// Whether clients must use TLS.
+    pub(crate) required: bool,
 }
 
 /// Whether clients must use TLS.
@@ -70,22 +72,9 @@ impl Tls {
         })
     }
 
-    /// Whether clients must use TLS.
-    pub(crate) fn is_required(&self) -> bool {
-        self.required
-    }
-
     /// The server's TLS state for a new connection.
     pub(crate) fn connection(&self) -> io::Result<ServerConnection> {
         ServerConnection::new(self.config.clone()).map_err(io::Error::other)
-    }
-}
-
-impl fmt::Debug for Tls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tls")
-            .field("required", &self.required)
-            .finish_non_exhaustive()
     }
 }
 
@@ -160,7 +149,7 @@ impl Layer {
         mut receive: impl FnMut(&mut [u8]) -> io::Result<usize>,
         mut send: impl FnMut(&[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
-        let mut incoming = self.incoming();
+        let mut incoming = lock(&self.incoming);
         loop {
             let (message, done) = self.outgoing()?;
             send(&message)?;
@@ -184,15 +173,15 @@ impl Layer {
         mut receive: impl FnMut(&mut [u8]) -> io::Result<usize>,
         mut send: impl FnMut(&Self) -> io::Result<()>,
     ) -> io::Result<usize> {
-        let mut incoming = self.incoming();
+        let mut incoming = lock(&self.incoming);
         loop {
-            match self.connection().reader().read(buf) {
+            match lock(&self.connection).reader().read(buf) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 read => return read,
             }
             self.decrypt_more(&mut incoming, &mut receive)?;
             // For example the reply to a key update.
-            if self.connection().wants_write() {
+            if lock(&self.connection).wants_write() {
                 send(self)?;
             }
         }
@@ -200,7 +189,7 @@ impl Layer {
 
     /// Encrypts a part of `bytes`, appends it to `out`, and returns the number of encrypted bytes.
     pub(crate) fn encrypt(&self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<usize> {
-        let mut connection = self.connection();
+        let mut connection = lock(&self.connection);
         let count = connection.writer().write(bytes)?;
         while connection.wants_write() {
             connection.write_tls(out)?;
@@ -210,14 +199,14 @@ impl Layer {
 
     /// Appends the close message to `out`.
     pub(crate) fn close(&self, out: &mut Vec<u8>) -> io::Result<()> {
-        self.connection().send_close_notify();
+        lock(&self.connection).send_close_notify();
         self.encrypt(&[], out).map(drop)
     }
 
     fn outgoing(&self) -> io::Result<(Vec<u8>, bool)> {
         let mut out = Vec::new();
         self.encrypt(&[], &mut out)?;
-        Ok((out, !self.connection().is_handshaking()))
+        Ok((out, !lock(&self.connection).is_handshaking()))
     }
 
     fn decrypt_more(
@@ -235,21 +224,11 @@ impl Layer {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
         }
-        let mut connection = self.connection();
+        let mut connection = lock(&self.connection);
         let mut rest = &incoming.buf[incoming.start..incoming.end];
         let count = connection.read_tls(&mut rest)?;
         incoming.start += count;
         connection.process_new_packets().map_err(io::Error::other)?;
         Ok(())
-    }
-
-    fn connection(&self) -> MutexGuard<'_, ServerConnection> {
-        self.connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn incoming(&self) -> MutexGuard<'_, Incoming> {
-        self.incoming.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
