@@ -63,13 +63,11 @@ pub struct RegistryOptions {
 impl RegistryArgs {
     /// Fails if the file with the credentials that the user names cannot be read.
     pub fn require_auth_file(&self) -> Result<(), String> {
-        match &self.auth_file {
-            Some(path) => match std::fs::File::open(path) {
-                Ok(_) => Ok(()),
-                Err(error) => Err(format!("--auth-file {}: {error}", path.display())),
-            },
-            None => Ok(()),
-        }
+        let Some(path) = &self.auth_file else {
+            return Ok(());
+        };
+        let opened = std::fs::File::open(path).map(drop);
+        opened.map_err(|error| format!("--auth-file {}: {error}", path.display()))
     }
 
     /// The options for uses with the cache in `cache`. The error says which value cannot be an
