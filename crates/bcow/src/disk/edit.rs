@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bcow_format::{BlockShift, Entry, Stored};
 
-use super::ledger::{LedgerRecord, NewEntry};
+use super::ledger::{LedgerRecord, NewEntry, Noted};
 use super::region::{IncompleteBlock, Region, RegionState};
 use super::space::sectors;
 use super::{Inner, Operation, RegionBlock};
@@ -55,11 +55,16 @@ impl Edit<'_> {
     /// Sets an entry, and lists the region for the next record.
     pub(super) fn set(&mut self, index: u32, entry: Entry, incomplete: Option<IncompleteBlock>) {
         if self.disk.ledger.is_some() {
-            let record = self.change_of(index, entry, incomplete.as_ref());
-            let last = self.records.last_mut();
-            if !last.is_some_and(|last| last.extend(&record)) {
-                self.records.push(record);
-            }
+            let block = self.region.block(index, self.shift());
+            let new = match (entry.stored(), &incomplete) {
+                (Some(stored), None) => NewEntry::Stored(stored.at.0),
+                (Some(stored), Some(incomplete)) => {
+                    NewEntry::Incomplete(stored.at.0, incomplete.written.first().into())
+                }
+                (None, _) if entry == Entry::Zero => NewEntry::Zero,
+                (None, _) => NewEntry::Absent,
+            };
+            self.note(block.start, Noted::Set(block.length, new));
         }
         let (unused, newly) = self.state.set(index, entry, incomplete);
         self.freed.extend(unused);
@@ -70,27 +75,16 @@ impl Edit<'_> {
         self.disk.is_dirty.store(true, Ordering::Release);
     }
 
-    /// The record of the ledger for a new entry.
-    fn change_of(
-        &self,
-        index: u32,
-        entry: Entry,
-        incomplete: Option<&IncompleteBlock>,
-    ) -> LedgerRecord {
-        let shift = self.shift();
-        let block = self.region.block(index, shift);
-        LedgerRecord::Set {
-            at: self.disk.lba(self.region, block.start).0,
-            length: block.length,
-            shift,
-            entry: match (entry.stored(), incomplete) {
-                (Some(stored), None) => NewEntry::Stored(stored.at.0),
-                (Some(stored), Some(incomplete)) => {
-                    NewEntry::Incomplete(stored.at.0, incomplete.written.first().into())
-                }
-                (None, _) if entry == Entry::Zero => NewEntry::Zero,
-                (None, _) => NewEntry::Absent,
-            },
+    /// Adds a record for the ledger of the block at byte `start` of the region.
+    fn note(&mut self, start: u64, change: Noted) {
+        let record = LedgerRecord {
+            at: self.disk.lba(self.region, start).0,
+            shift: self.shift(),
+            change,
+        };
+        let last = self.records.last_mut();
+        if !last.is_some_and(|last| last.extend(&record)) {
+            self.records.push(record);
         }
     }
 
@@ -98,9 +92,7 @@ impl Edit<'_> {
     /// is left.
     pub(super) fn write_incomplete(&mut self, block: &RegionBlock, range: Range<u32>) {
         if self.disk.ledger.is_some() {
-            let at = self.disk.lba(self.region, block.start).0;
-            let (shift, range) = (self.shift(), range.clone().into());
-            self.records.push(LedgerRecord::Wrote { at, shift, range });
+            self.note(block.start, Noted::Wrote(range.clone().into()));
         }
         let length = block.length as u32;
         self.state.wrote_incomplete(block.index, range, length);
@@ -109,9 +101,7 @@ impl Edit<'_> {
     /// Makes an incomplete block complete: all its bytes are in place.
     pub(super) fn complete(&mut self, index: u32) {
         if self.disk.ledger.is_some() && self.state.is_incomplete(index) {
-            let shift = self.shift();
-            let at = self.disk.lba(self.region, u64::from(index) << shift).0;
-            self.records.push(LedgerRecord::Completed { at, shift });
+            self.note(u64::from(index) << self.shift(), Noted::Completed);
         }
         self.state.completed(index);
     }

@@ -53,21 +53,23 @@ pub struct Ledger {
 
 /// A record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LedgerRecord {
-    /// Blocks have new entries.
-    Set {
-        /// First byte of the first block.
-        at: u64,
-        /// Length of the blocks in bytes.
-        length: u64,
-        /// log2 of the block size.
-        shift: u8,
-        entry: NewEntry,
-    },
+pub(super) struct LedgerRecord {
+    /// First byte of the first block.
+    pub(super) at: u64,
+    /// log2 of the block size.
+    pub(super) shift: u8,
+    pub(super) change: Noted,
+}
+
+/// The change of a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Noted {
+    /// Blocks of this length in bytes together have new entries.
+    Set(u64, NewEntry),
     /// A range of an incomplete block was written.
-    Wrote { at: u64, shift: u8, range: Part },
+    Wrote(Part),
     /// A block is not incomplete any more.
-    Completed { at: u64, shift: u8 },
+    Completed,
 }
 
 /// The new entry of the blocks of a record.
@@ -248,29 +250,17 @@ impl LedgerRecord {
     /// Adds the blocks of `next`, if they follow the blocks of this record in the address space and
     /// in the file. Returns whether it did.
     pub(super) fn extend(&mut self, next: &LedgerRecord) -> bool {
-        let (
-            LedgerRecord::Set {
-                at,
-                length,
-                shift,
-                entry,
-            },
-            LedgerRecord::Set {
-                at: next_at,
-                length: more,
-                shift: next_shift,
-                entry: next_entry,
-            },
-        ) = (self, next)
+        let (Noted::Set(length, entry), Noted::Set(more, next_entry)) =
+            (&mut self.change, next.change)
         else {
             return false;
         };
-        let follows = match (*entry, *next_entry) {
+        let follows = match (*entry, next_entry) {
             (NewEntry::Stored(place), NewEntry::Stored(next)) => place + *length == next,
             (NewEntry::Absent, NewEntry::Absent) | (NewEntry::Zero, NewEntry::Zero) => true,
             _ => false,
         };
-        if !follows || *at + *length != *next_at || shift != next_shift {
+        if !follows || self.at + *length != next.at || self.shift != next.shift {
             return false;
         }
         *length += more;
@@ -279,28 +269,18 @@ impl LedgerRecord {
 
     fn encode(&self) -> [u8; RECORD_BYTES] {
         let none = Part { start: 0, end: 0 };
-        let (kind, shift, at, length, place, part) = match *self {
-            LedgerRecord::Set {
-                at,
-                length,
-                shift,
-                entry,
-            } => {
-                let (kind, place, part) = match entry {
-                    NewEntry::Absent => (1, 0, none),
-                    NewEntry::Zero => (2, 0, none),
-                    NewEntry::Stored(place) => (3, place, none),
-                    NewEntry::Incomplete(place, part) => (4, place, part),
-                };
-                (kind, shift, at, length, place, part)
-            }
-            LedgerRecord::Wrote { at, shift, range } => (5, shift, at, 0, 0, range),
-            LedgerRecord::Completed { at, shift } => (6, shift, at, 0, 0, none),
+        let (kind, length, place, part) = match self.change {
+            Noted::Set(length, NewEntry::Absent) => (1, length, 0, none),
+            Noted::Set(length, NewEntry::Zero) => (2, length, 0, none),
+            Noted::Set(length, NewEntry::Stored(place)) => (3, length, place, none),
+            Noted::Set(length, NewEntry::Incomplete(place, part)) => (4, length, place, part),
+            Noted::Wrote(part) => (5, 0, 0, part),
+            Noted::Completed => (6, 0, 0, none),
         };
         let mut bytes = [0; RECORD_BYTES];
         bytes[4] = kind;
-        bytes[5] = shift;
-        bytes[8..16].copy_from_slice(&at.to_le_bytes());
+        bytes[5] = self.shift;
+        bytes[8..16].copy_from_slice(&self.at.to_le_bytes());
         bytes[16..24].copy_from_slice(&length.to_le_bytes());
         bytes[24..32].copy_from_slice(&place.to_le_bytes());
         bytes[32..36].copy_from_slice(&part.start.to_le_bytes());
@@ -314,36 +294,26 @@ impl LedgerRecord {
         if crc32c(&bytes[4..]).to_le_bytes() != bytes[..4] {
             return None;
         }
-        let (shift, at, length, place) = (
-            bytes[5],
-            number(bytes, 8),
-            number(bytes, 16),
-            number(bytes, 24),
-        );
+        let (length, place) = (number(bytes, 16), number(bytes, 24));
         let ends = number(bytes, 32);
         let part = Part {
             start: ends as u32,
             end: (ends >> 32) as u32,
         };
-        let set = |entry| LedgerRecord::Set {
-            at,
-            length,
-            shift,
-            entry,
+        let change = match bytes[4] {
+            1 => Noted::Set(length, NewEntry::Absent),
+            2 => Noted::Set(length, NewEntry::Zero),
+            3 => Noted::Set(length, NewEntry::Stored(place)),
+            4 => Noted::Set(length, NewEntry::Incomplete(place, part)),
+            5 => Noted::Wrote(part),
+            6 => Noted::Completed,
+            _ => return None,
         };
-        match bytes[4] {
-            1 => Some(set(NewEntry::Absent)),
-            2 => Some(set(NewEntry::Zero)),
-            3 => Some(set(NewEntry::Stored(place))),
-            4 => Some(set(NewEntry::Incomplete(place, part))),
-            5 => Some(LedgerRecord::Wrote {
-                at,
-                shift,
-                range: part,
-            }),
-            6 => Some(LedgerRecord::Completed { at, shift }),
-            _ => None,
-        }
+        Some(LedgerRecord {
+            at: number(bytes, 8),
+            shift: bytes[5],
+            change,
+        })
     }
 }
 
@@ -358,28 +328,24 @@ mod tests {
     use super::*;
     use crate::MemoryStorage;
 
+    fn record(at: u64, change: Noted) -> LedgerRecord {
+        let shift = 12;
+        LedgerRecord { at, shift, change }
+    }
+
+    fn set(at: u64, entry: NewEntry) -> LedgerRecord {
+        record(at, Noted::Set(4096, entry))
+    }
+
     fn records() -> Vec<LedgerRecord> {
-        let set = |at, entry| LedgerRecord::Set {
-            at,
-            length: 4096,
-            shift: 12,
-            entry,
-        };
         let range = Part { start: 5, end: 70 };
         vec![
             set(0, NewEntry::Absent),
             set(4096, NewEntry::Zero),
             set(1 << 40, NewEntry::Stored(1 << 47)),
             set(8192, NewEntry::Incomplete(4096, range)),
-            LedgerRecord::Wrote {
-                at: 8192,
-                shift: 12,
-                range,
-            },
-            LedgerRecord::Completed {
-                at: 8192,
-                shift: 12,
-            },
+            record(8192, Noted::Wrote(range)),
+            record(8192, Noted::Completed),
         ]
     }
 
@@ -454,12 +420,7 @@ mod tests {
 
     #[test]
     fn neighbours_share_a_record() {
-        let set = |at, place| LedgerRecord::Set {
-            at,
-            length: 4096,
-            shift: 12,
-            entry: NewEntry::Stored(place),
-        };
+        let set = |at, place| set(at, NewEntry::Stored(place));
         let mut one = set(0, 8192);
         assert!(one.extend(&set(4096, 12288)));
         assert!(!one.extend(&set(8192, 12288)));

@@ -12,7 +12,7 @@ use bcow_format::{BlockShift, Entry, Header, Stored, Uba};
 use super::blocks::CHECKED_SHIFT;
 use super::edit::Edit;
 use super::extents::{Extents, Ranges};
-use super::ledger::{Ledger, LedgerRecord, NewEntry};
+use super::ledger::{Ledger, LedgerRecord, NewEntry, Noted};
 use super::region::{IncompleteBlock, Region};
 use super::space::sectors;
 use super::{Operation, RegionBlock, block_at};
@@ -59,14 +59,10 @@ impl Changes {
     }
 
     fn apply(&mut self, record: LedgerRecord, header: &Header) -> Result<(), Error> {
-        let (at, shift) = match record {
-            LedgerRecord::Set { at, shift, .. }
-            | LedgerRecord::Wrote { at, shift, .. }
-            | LedgerRecord::Completed { at, shift } => (at, shift),
-        };
+        let (at, shift) = (record.at, record.shift);
         let region_shift = header.region_shift;
-        let length = match record {
-            LedgerRecord::Set { length, .. } => length,
+        let length = match record.change {
+            Noted::Set(length, _) => length,
             _ => 1,
         };
         if at.checked_add(length).is_none_or(|end| end > header.size)
@@ -80,8 +76,8 @@ impl Changes {
         }
         let region = self.0.entry(at >> region_shift).or_default();
         let first = ((at & ((1 << region_shift) - 1)) >> shift) as u32;
-        match record {
-            LedgerRecord::Set { length, entry, .. } => {
+        match record.change {
+            Noted::Set(length, entry) => {
                 let count = length.div_ceil(1 << shift) as u32;
                 let region_start = at >> region_shift << region_shift;
                 if at + length > region_start + header.region_length(at >> region_shift) {
@@ -92,7 +88,7 @@ impl Changes {
                     region.set(first + number, shift, region_shift, entry, at)?;
                 }
             }
-            LedgerRecord::Wrote { range, .. } => {
+            Noted::Wrote(range) => {
                 let bytes = (header.size - at).min(1 << shift) as u32;
                 if let Some(change) = region.get(first, shift, region_shift)
                     && let Some(incomplete) = &mut change.incomplete
@@ -104,7 +100,7 @@ impl Changes {
                 }
             }
             // A flush may have recorded the block and dropped its other records.
-            LedgerRecord::Completed { .. } => {
+            Noted::Completed => {
                 if let Some(change) = region.get(first, shift, region_shift) {
                     change.complete();
                 }
