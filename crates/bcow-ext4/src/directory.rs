@@ -94,8 +94,8 @@ pub(crate) fn write(
     write_tree(identity, &hashed, output)
 }
 
-/// Writes a directory of `blocks` blocks with all names in the first one, so that further names find
-/// room in it without allocation.
+/// Writes a directory of `blocks` blocks with all names in the first one, so that further names
+/// find room in it without allocation.
 pub(crate) fn write_blocks(
     identity: Identity,
     entries: &[DirEntry<'_>],

@@ -185,7 +185,8 @@ fn check_free_list(
     }))
 }
 
-/// Reads the record log. Returns `None` if the log is damaged: the places of blocks are unknown then.
+/// Reads the record log. Returns `None` if the log is damaged: the places of blocks are unknown
+/// then.
 fn check_log(
     file: &CheckedFile,
     header: &Header,

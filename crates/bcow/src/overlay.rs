@@ -169,9 +169,9 @@ impl LoggedRegion {
             .chain(pieces.filter_map(|(_, entry)| entry.stored()))
     }
 
-    /// The block that covers byte `offset` of the region, which is `length` bytes long, or the whole
-    /// region if it is not divided. The piece counts from the start of the region. `None`: the entry
-    /// is in the stored table of the region.
+    /// The block that covers byte `offset` of the region, which is `length` bytes long, or the
+    /// whole region if it is not divided. The piece counts from the start of the region. `None`:
+    /// the entry is in the stored table of the region.
     pub(crate) fn piece(&self, offset: u64, length: u64) -> Option<Piece> {
         let Some(blocks) = &self.blocks else {
             return Some(Piece {

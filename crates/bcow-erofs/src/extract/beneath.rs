@@ -41,8 +41,8 @@ pub(super) fn join(directory: &[u8], name: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Splits a path at its last slash into the directory and the name. The directory is `.` if the path
-/// has no slash.
+/// Splits a path at its last slash into the directory and the name. The directory is `.` if the
+/// path has no slash.
 pub(super) fn split(path: &[u8]) -> (&[u8], &[u8]) {
     match path.iter().rposition(|&byte| byte == b'/') {
         Some(slash) => (&path[..slash], &path[slash + 1..]),

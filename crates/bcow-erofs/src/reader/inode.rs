@@ -131,8 +131,8 @@ pub(super) struct ChunkTable {
 }
 
 impl ChunkTable {
-    /// Length in bytes of the table of a file of `size` bytes. It cannot overflow: the size is below
-    /// 2^63, so the table is below 2^63 / 512 * 8.
+    /// Length in bytes of the table of a file of `size` bytes. It cannot overflow: the size is
+    /// below 2^63, so the table is below 2^63 / 512 * 8.
     fn bytes(&self, size: u64) -> u64 {
         size.div_ceil(1 << self.shift) * u64::from(self.entry_bytes)
     }

@@ -52,8 +52,8 @@ impl TreeProblem {
     }
 }
 
-/// A path, with or without its leading slash, in messages: control characters are escaped, and bytes
-/// that are not UTF-8 are replaced.
+/// A path, with or without its leading slash, in messages: control characters are escaped, and
+/// bytes that are not UTF-8 are replaced.
 pub(crate) fn display_path(path: &[u8]) -> String {
     let mut text = String::from("/");
     let path = path.strip_prefix(b"/").unwrap_or(path);

@@ -44,9 +44,9 @@ impl Disk {
         Disk::open_with_ledger(storage, options, resolver, None)
     }
 
-    /// Same as [`Disk::open`]. From now on, `ledger`, if there is one, has all changes that no flush
-    /// has recorded. If the process is killed, another one that opens the file with this ledger
-    /// continues: it finds all data that was written, also without a flush.
+    /// Same as [`Disk::open`]. From now on, `ledger`, if there is one, has all changes that no
+    /// flush has recorded. If the process is killed, another one that opens the file with this
+    /// ledger continues: it finds all data that was written, also without a flush.
     ///
     /// Between the two processes, no other writer may open the file. Fails with
     /// [`Error::Inconsistent`] if the ledger does not belong to the file, or lacks changes, and
