@@ -73,33 +73,19 @@ impl Features {
     /// Names of the set bits, in mask and bit order. An unknown bit has a name such as
     /// `compatible-17`.
     pub fn names(&self) -> Vec<String> {
-        let known: [(&str, u64, &[&str]); 3] = [
-            (
-                "incompatible",
-                self.incompatible,
-                &[
-                    "zstd",
-                    "backing",
-                    "records",
-                    "windows",
-                    "plain",
-                    "fragments",
-                    "views",
-                    "urls",
-                ],
-            ),
-            (
-                "read-only-compatible",
-                self.read_only_compatible,
-                &["merkle"],
-            ),
-            ("compatible", self.compatible, &["erofs"]),
+        let incompatible = "zstd backing records windows plain fragments views urls";
+        let read_only = self.read_only_compatible;
+        // Each mask, and the names of its bits in their order.
+        let known = [
+            ("incompatible", self.incompatible, incompatible),
+            ("read-only-compatible", read_only, "merkle"),
+            ("compatible", self.compatible, "erofs"),
         ];
         let mut names = Vec::new();
         for (mask, bits, known) in known {
             for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
-                names.push(match known.get(bit) {
-                    Some(name) => (*name).to_owned(),
+                names.push(match known.split(' ').nth(bit) {
+                    Some(name) => name.to_owned(),
                     None => format!("{mask}-{bit}"),
                 });
             }
