@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use bcow::format::{SECTOR_BYTES, State, Use};
 use bcow::operation::{RewriteOptions, WRITABLE_LOG_BYTES};
@@ -87,7 +88,7 @@ fn is_compressed(compress: Compress) -> bool {
 
 /// The disk to convert.
 struct DiskSource {
-    device: Box<dyn BlockDevice>,
+    device: Arc<dyn BlockDevice>,
     name: PathBuf,
     /// Length in bytes of the disk; the device continues with zeros up to the next sector.
     bytes: u64,
@@ -107,7 +108,7 @@ fn open_source(
                 name,
                 bytes: disk.bytes(),
                 files: vec![path.to_owned()],
-                device: Box::new(disk),
+                device: Arc::new(disk),
             })
         }
         (NameParts::Qcow2(path), _) => {
@@ -117,13 +118,13 @@ fn open_source(
                 name,
                 bytes: disk.bytes(),
                 files: disk.files().to_vec(),
-                device: Box::new(disk),
+                device: Arc::new(disk),
             })
         }
         (_, Some(image)) => Ok(DiskSource {
             bytes: true_size(&image)?,
             files: image.files(),
-            device: Box::new(image.image().clone()),
+            device: image.image().clone(),
             name,
         }),
         (_, None) => Err(CONVERT_FROM.refuse(asked.source).into()),

@@ -148,7 +148,7 @@ impl<T> Parkable<T> {
     }
 }
 
-impl<D: BlockDevice> BlockDevice for Parkable<D> {
+impl<D: BlockDevice> BlockDevice for Parkable<Arc<D>> {
     fn size(&self) -> u64 {
         self.content.size()
     }

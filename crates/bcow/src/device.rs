@@ -155,32 +155,6 @@ pub enum Space {
     Keep,
 }
 
-impl<T: BlockDevice + ?Sized> BlockDevice for std::sync::Arc<T> {
-    fn size(&self) -> u64 {
-        (**self).size()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        (**self).read_at(offset, buf)
-    }
-    fn read_with(
-        &self,
-        offset: u64,
-        length: u64,
-        sink: &mut dyn FnMut(&[u8]),
-    ) -> Result<(), Error> {
-        (**self).read_with(offset, length, sink)
-    }
-    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
-        (**self).status(offset, length)
-    }
-    fn has_windows(&self) -> bool {
-        (**self).has_windows()
-    }
-    fn identity(&self) -> Option<FileIdentity> {
-        (**self).identity()
-    }
-}
-
 /// Bytes in memory as an address space.
 impl BlockDevice for Vec<u8> {
     fn size(&self) -> u64 {

@@ -168,7 +168,7 @@ const SHAPES: [Shape; 4] = [
 struct Subject {
     shape: Shape,
     storage: Arc<MemoryStorage>,
-    below: Arc<Parkable<Vec<u8>>>,
+    below: Arc<Parkable<Arc<Vec<u8>>>>,
     disk: Arc<Disk>,
     shows: Vec<u8>,
 }
@@ -176,7 +176,7 @@ struct Subject {
 impl Subject {
     fn new(shape: Shape) -> Self {
         let storage = Arc::new(MemoryStorage::default());
-        let below = Arc::new(Parkable::new(pattern(shape.size)));
+        let below = Arc::new(Parkable::new(Arc::new(pattern(shape.size))));
         let options = CreateOptions {
             layout: shape.layout,
             block_bytes: Some(shape.block as u32),
