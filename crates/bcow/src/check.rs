@@ -85,12 +85,15 @@ impl Report {
     fn note(&mut self, place: impl Into<Place>, error: Error) -> Result<(), Error> {
         match error.code() {
             Some(code) => {
-                self.findings
-                    .add(Finding::error(code, place, error.to_string()));
+                self.add(Finding::error(code, place, error.to_string()));
                 Ok(())
             }
             None => Err(error),
         }
+    }
+
+    fn add(&mut self, finding: Finding) {
+        self.findings.add(finding);
     }
 }
 
@@ -157,9 +160,7 @@ fn check_slots(storage: &dyn Storage, header: &Header, report: &mut Report) -> R
         if !good && header.state == State::Sealed {
             let message = "is damaged or empty; the other slot serves";
             let finding = Finding::warning("header-slot", format!("header slot {name}"), message);
-            report
-                .findings
-                .add(finding.repaired_by("writes the slot again"));
+            report.add(finding.repaired_by("writes the slot again"));
         }
     }
     Ok(())
@@ -180,7 +181,7 @@ fn check_free_list(
     let bytes = file.read_section(&header.free)?;
     Ok(decode_free(&bytes, header).unwrap_or_else(|error| {
         let finding = Finding::error(error.code(), "free list", error.to_string());
-        report.findings.add(finding.repaired_by("makes a new list"));
+        report.add(finding.repaired_by("makes a new list"));
         Vec::new()
     }))
 }

@@ -51,9 +51,7 @@ pub(super) fn check(
     if leaked > 0 {
         let message = format!("{leaked} bytes of the file are neither in use nor in the list");
         let finding = Finding::warning("leak", "free list", message);
-        report
-            .findings
-            .add(finding.repaired_by("adds the space to the list"));
+        report.add(finding.repaired_by("adds the space to the list"));
     }
 }
 
@@ -101,9 +99,7 @@ fn check_overlaps(mut ranges: Vec<Range>, may_share: bool, report: &mut Report) 
         if next < end {
             let place = format!("bytes {next}..{} of the file", end.min(next_end));
             let message = format!("stored ranges {start}..{end} and {next}..{next_end} overlap");
-            report
-                .findings
-                .add(Finding::error("overlap", place, message));
+            report.add(Finding::error("overlap", place, message));
         }
     }
 }
@@ -120,9 +116,7 @@ fn check_free(in_tables: &mut [Range], free: &[Range], report: &mut Report) {
         {
             let place = format!("bytes {}..{} of the file", first.max(start), last.min(end));
             let message = format!("in use as part of {start}..{end}, and in the free list");
-            report
-                .findings
-                .add(Finding::error("overlap", place, message));
+            report.add(Finding::error("overlap", place, message));
         }
     }
 }
