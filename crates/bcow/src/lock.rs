@@ -26,7 +26,8 @@ const RETRY_PAUSE: Duration = Duration::from_millis(2);
 
 /// How often the kernel's list of locks is read, if it is longer than a page.
 const LISTINGS: usize = 5;
-/// Length in bytes of a list that fits into a page, the smallest one of Linux, with any further lock.
+/// Length in bytes of a list that fits into a page, the smallest one of Linux, with any further
+/// lock.
 const SHORT_LIST: usize = 3 << 10;
 
 /// A flock(2) lock of a process.
@@ -40,8 +41,8 @@ pub struct HeldLock {
     pub file: String,
 }
 
-/// The flock(2) locks that processes hold, as far as this process can see them (proc_locks(5)). Some
-/// may have been released already.
+/// The flock(2) locks that processes hold, as far as this process can see them (proc_locks(5)).
+/// Some may have been released already.
 ///
 /// The kernel returns at most a page of its list for each read. If a lock before that place is
 /// released between two reads, the kernel leaves out another one. So a long list is read several

@@ -268,7 +268,10 @@ impl Composer {
         let root = self.write_tables(&mut out)?;
         let root = out.section(&encode_root(&root))?;
         let metadata = out.metadata(metadata)?;
-        let table = Windows::without_windows(std::mem::take(&mut self.form.backings));
+        let mut table = Windows::default();
+        table
+            .backings
+            .extend(std::mem::take(&mut self.form.backings));
         let backings = out.section(&table.backing_table(Use::Disk)?)?;
         out.pad()?;
         let mut header = Header {

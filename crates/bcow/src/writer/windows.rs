@@ -47,13 +47,6 @@ struct Window {
 }
 
 impl Windows {
-    pub(super) fn without_windows(backings: Vec<BackingEntry>) -> Self {
-        Windows {
-            backings,
-            windows: Vec::new(),
-        }
-    }
-
     pub(super) fn is_empty(&self) -> bool {
         self.windows.is_empty()
     }
