@@ -105,10 +105,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let path = new_path(&args.new)?;
     let new = NewFile::create_new(path)?;
     let options = OpenOptions::default();
-    let backing = match &args.backing {
-        Some(name) => Some(backing(name, args.by_digest, path, &args.stores, &options)?),
-        None => None,
-    };
+    let open = |name| backing(name, args.by_digest, path, &args.stores, &options);
+    let backing = args.backing.as_ref().map(open).transpose()?;
     let view = match (&args.backing, &backing, args.fs) {
         (Some(name), Some((_, image)), Some(FileSystem::Ext4)) => {
             let bytes = disk_size(args.size.unwrap_or(bcow_view::DEFAULT_BYTES))?;

@@ -62,16 +62,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let options = OpenOptions::default();
     // Locked first, so that a backing that needs this disk shows as one in use.
     let file = lock_disk(name, "rebase")?;
-    let new = match &args.backing {
-        Some(new) => Some(backing(
-            new,
-            args.by_digest,
-            file.path(),
-            &args.stores,
-            &options,
-        )?),
-        None => None,
-    };
+    let open = |name| backing(name, args.by_digest, file.path(), &args.stores, &options);
+    let new = args.backing.as_ref().map(open).transpose()?;
     let recorded = Image::open_storage(file.storage(), &options)
         .map_err(|error| cannot_open_file(name.shown(), name.shown(), &error))?;
     let (new, is_same_view) = match (recorded.disk_backing(), new) {

@@ -106,20 +106,14 @@ pub fn open(
 ) -> Result<Opened, CommandError> {
     let image = args.open_image(&args.open_options(&host.cache))?;
     let fetching = ahead::start(args, &image);
-    let recording = match &args.record {
-        Some(path) => Some(Recording::start(
-            image.image().clone(),
-            image.identity(),
-            path,
-        )?),
-        None => None,
-    };
+    let identity = image.identity();
+    let record = |path| Recording::start(image.image().clone(), identity, path);
+    let recording = args.record.as_deref().map(record).transpose()?;
     let tree = match &recording {
         None => image.tree()?.into_filesystem(),
         Some(recording) => image.tree_on(recording.device())?.into_filesystem(),
     };
     options.set_default_source(args.image.absolute());
-    let identity = image.identity();
     let driver = ServedBy {
         name: "fuse".to_owned(),
         reason,
