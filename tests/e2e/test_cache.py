@@ -18,7 +18,7 @@ import time
 import unittest
 
 import test_remote
-from support import BCOW, assert_refused, assert_same_tree, run, until, write_file
+from support import BCOW, assert_refused, assert_same_tree, overwrite, run, until, write_file
 
 TIMEOUT = test_remote.TIMEOUT
 
@@ -97,10 +97,8 @@ class Cache(test_remote.WebCase):
         with self.server() as server:
             url = server.url("image.bcow")
             self.bcow("cache", "warm", url)
-            with open(self.cached(), "r+b") as file:
-                for at in 1 << 20, (1 << 20) + 5, 5 << 20:
-                    file.seek(at)
-                    file.write(b"damage")
+            for at in 1 << 20, (1 << 20) + 5, 5 << 20:
+                overwrite(self.cached(), at, b"damage")
             write_file(os.path.join(self.cache, "notes"), "mine")
             text = self.bcow("cache", "verify").out.decode()
             self.assertRegex(text, r"removed 32,768 bytes that did not match")

@@ -11,7 +11,7 @@ import ssl
 import tempfile
 import unittest
 
-from support import UNPRIVILEGED, assert_refused, assert_same_tree, bcow, mounted, run
+from support import UNPRIVILEGED, assert_refused, assert_same_tree, bcow, mounted, overwrite, run
 import test_registries
 from test_remote import Server
 
@@ -108,9 +108,7 @@ class Copies(test_registries.WithRegistry):
             (partial,) = os.listdir(self.here)
             self.assertRegex(partial, r"^\.fetched\.bcow\.[0-9a-f]{16}\.partial$")
             # Damage in what is there costs that chunk only.
-            with open(self.at(partial), "r+b") as file:
-                file.seek(100_000)
-                file.write(b"damage")
+            overwrite(self.at(partial), 100_000, b"damage")
             server.broken, before = False, server.sent
             report = json.loads(self.copy("--json", url, target).out)
             self.assertLess(server.sent - before, size * 0.75)
@@ -185,9 +183,7 @@ class Copies(test_registries.WithRegistry):
         shutil.copytree(self.layout, layout)
         blobs = self.blobs(layout)
         largest = max(blobs, key=lambda blob: os.path.getsize(blobs[blob]))
-        with open(blobs[largest], "r+b") as file:
-            file.seek(os.path.getsize(blobs[largest]) // 2)
-            file.write(b"damage")
+        overwrite(blobs[largest], os.path.getsize(blobs[largest]) // 2, b"damage")
         failed = self.copy(f"oci:{layout}:tag", f"oci:{target}:tag", check=False)
         assert_refused(self, failed, "layer . of", "do not match the Merkle tree")
         self.assertFalse(os.path.exists(os.path.join(target, "index.json")))

@@ -24,8 +24,8 @@ import unittest
 
 import support
 import syscalls
-from support import (assert_refused, bcow, is_mounted, need, read_bytes, read_text, run, until,
-                     write_file)
+from support import (assert_refused, bcow, is_mounted, need, overwrite, read_bytes, read_text, run,
+                     until, write_file)
 
 MEBIBYTE = 1 << 20
 # fsx comes from crates.io; a run has this number of operations.
@@ -738,10 +738,7 @@ class Images(KernelDriver):
         bcow("convert", f"dir:{self.source}", image, timeout=SECONDS)
         bcow("export", image, "--to", "erofs", "-o", raw, timeout=SECONDS)
         # A name behind the block that the superblock's checksum covers loses its place.
-        with open(raw, "r+b") as file:
-            at = file.read().index(b"hostile.rs", 4096)
-            file.seek(at)
-            file.write(b"z")
+        overwrite(raw, read_bytes(raw).index(b"hostile.rs", 4096), b"z")
         disk = self.disk_path("disk")
         bcow("convert", f"raw:{raw}", disk, timeout=SECONDS)
         refused = self.mount(disk, where, "--driver", "kernel", check=False)
@@ -914,10 +911,7 @@ class PlainImages(KernelDriver):
 
     def test_damaged_metadata_never_reaches_the_kernel(self):
         image = self.plain()
-        with open(image, "r+b") as file:
-            at = file.read().index(b"hostile.rs")
-            file.seek(at)
-            file.write(b"z")
+        overwrite(image, read_bytes(image).index(b"hostile.rs"), b"z")
         refused = self.mount(image, self.where, "--driver", "kernel", check=False)
         assert_refused(self, refused, "damaged|checksum")
         self.assert_ended()

@@ -21,8 +21,8 @@ from unittest import mock
 import subjects
 import support
 from promises import promise
-from support import (assert_refused, assert_same_tree, bcow, is_mounted, read_bytes, read_json,
-                     read_text, run, until, write_file)
+from support import (assert_refused, assert_same_tree, bcow, flip, is_mounted, read_bytes,
+                     read_json, read_text, run, until, write_file)
 from test_kernel_driver import (KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDriver,
                               backing_files)
 import tree
@@ -257,11 +257,7 @@ class Mounts(KernelUpper):
                 self.umount(self.where)
         found = cached("verify")
         self.assertEqual((found["views"], found["damaged_views"]), (1, []))
-        with open(path, "r+b") as file:
-            file.seek(5000)
-            byte = file.read(1)
-            file.seek(5000)
-            file.write(bytes([byte[0] ^ 1]))
+        flip(path, 5000)
         found = cached("verify")
         self.assertEqual((found["views"], found["damaged_views"]), (1, [view["name"]]))
         self.assertEqual(os.listdir(views), ["notes.txt"])

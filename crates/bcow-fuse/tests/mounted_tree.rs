@@ -66,6 +66,8 @@ fn inode_numbers_are_the_same_in_every_mount_and_in_the_kernel() {
     }
     let sample = Sample::new(&[]);
     let (first, second) = (Mounted::new(sample.open()), Mounted::new(sample.open()));
+    let trees = [&first, &second].map(|mounted| walk(mounted.path()));
+    assert_same(&trees[0], &trees[1], "the other mount");
     let number = |root: &Path, name: &str| fs::symlink_metadata(root.join(name)).unwrap().ino();
     for name in ["original", "a/b", "link", "names/-dash"] {
         assert_eq!(number(first.path(), name), number(second.path(), name));
@@ -410,18 +412,21 @@ fn mount_options_reach_the_kernel() {
         return;
     }
     let sample = Sample::new(&[]);
-    let mounted =
-        Mounted::with_options(sample.open(), "suid,noexec,noatime,fsname=what is it").unwrap();
-    let list = fs::read_to_string("/proc/self/mounts").unwrap();
-    let line = list
-        .lines()
-        .find(|line| line.contains(mounted.path().to_str().unwrap()))
-        .unwrap();
-    assert!(line.starts_with("what\\040is\\040it "), "{line}");
-    assert!(
-        line.contains(" fuse.bcow ro,nodev,noexec,noatime,"),
-        "{line}"
-    );
+    for (options, source, shown) in [
+        ("", "", " fuse.bcow ro,nosuid,nodev,"),
+        (
+            "suid,noexec,noatime,fsname=what is it",
+            "what\\040is\\040it ",
+            " fuse.bcow ro,nodev,noexec,noatime,",
+        ),
+    ] {
+        let mounted = Mounted::with_options(sample.open(), options).unwrap();
+        let list = fs::read_to_string("/proc/self/mounts").unwrap();
+        let mut lines = list.lines();
+        let line = lines.find(|line| line.contains(mounted.path().to_str().unwrap()));
+        let line = line.unwrap();
+        assert!(line.starts_with(source) && line.contains(shown), "{line}");
+    }
 }
 
 #[test]
