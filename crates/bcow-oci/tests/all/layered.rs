@@ -9,7 +9,7 @@ use bcow_testkit::noise;
 use serde_json::Value;
 
 use crate::support::{LAYER, Layered, Layout, Warnings, gzip, layered_with, options};
-use crate::tarmaker::Tar;
+use bcow_testkit::tar::Tar;
 
 fn base() -> Vec<u8> {
     let mut tar = Tar::new().dir("usr");
