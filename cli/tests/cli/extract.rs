@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use crate::support::{Entry, Sandbox, Tar, is_root, noise, snapshot};
+use crate::support::{Entry, Sandbox, Tar, is_root, noise, snapshot, words};
 
 fn metadata(sandbox: &Sandbox, name: &str) -> std::fs::Metadata {
     std::fs::symlink_metadata(sandbox.path(name)).unwrap()
@@ -166,14 +166,9 @@ fn ordinary_user_gets_files_without_privileged_attributes() {
 #[test]
 fn root_may_leave_owners_and_attributes_out() {
     let sandbox = Sandbox::with_image();
-    sandbox.ok(&[
-        "extract",
-        "--no-same-owner",
-        "--no-xattrs",
-        "image.bcow",
-        "usr",
-        "out",
-    ]);
+    sandbox.ok(&words(
+        "extract --no-same-owner --no-xattrs image.bcow usr out",
+    ));
     let su = metadata(&sandbox, "out/bin/su");
     assert_eq!(su.permissions().mode() & 0o7777, 0o755);
     assert_eq!(su.gid(), rustix::process::getegid().as_raw());

@@ -37,13 +37,9 @@ impl Sandbox {
     fn with_image_of(archive: &[u8]) -> Self {
         let sandbox = Sandbox::new();
         sandbox.write("sample.tar", archive);
-        sandbox.ok(&[
-            "convert",
-            "--compress=none",
-            "--block-size=4K",
-            "tar:sample.tar",
-            "image.bcow",
-        ]);
+        sandbox.ok(&words(
+            "convert --compress=none --block-size=4K tar:sample.tar image.bcow",
+        ));
         sandbox
     }
 
@@ -210,6 +206,11 @@ impl Sandbox {
         change(&mut bytes);
         self.write(name, &bytes);
     }
+}
+
+/// The arguments of a command line, none of which has a space in it.
+pub fn words(line: &str) -> Vec<&str> {
+    line.split(' ').collect()
 }
 
 /// Command line, outputs and exit status as one text.
