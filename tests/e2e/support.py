@@ -90,6 +90,23 @@ def write_file(path, data):
         file.write(data)
 
 
+def overwrite(path, at, data):
+    """Writes bytes into an existing file."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def flip(path, *places):
+    """Changes one bit of each of these bytes of a file."""
+    with open(path, "r+b") as file:
+        for at in places:
+            file.seek(at)
+            byte = file.read(1)[0] ^ 0x10
+            file.seek(at)
+            file.write(bytes([byte]))
+
+
 class Result:
     """The result of a command: exit code, output, seconds, and peak memory."""
 

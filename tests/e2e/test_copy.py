@@ -11,7 +11,8 @@ import ssl
 import tempfile
 import unittest
 
-from support import UNPRIVILEGED, assert_refused, assert_same_tree, bcow, mounted, run
+from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, mounted, overwrite,
+                     read_bytes, read_text, run, write_file)
 import test_registries
 from test_remote import Server
 
@@ -108,9 +109,7 @@ class Copies(test_registries.WithRegistry):
             (partial,) = os.listdir(self.here)
             self.assertRegex(partial, r"^\.fetched\.bcow\.[0-9a-f]{16}\.partial$")
             # Damage in what is there costs that chunk only.
-            with open(self.at(partial), "r+b") as file:
-                file.seek(100_000)
-                file.write(b"damage")
+            overwrite(self.at(partial), 100_000, b"damage")
             server.broken, before = False, server.sent
             report = json.loads(self.copy("--json", url, target).out)
             self.assertLess(server.sent - before, size * 0.75)
@@ -166,8 +165,7 @@ class Copies(test_registries.WithRegistry):
         upper, merged = self.at("upper"), self.at("merged.bcow")
         os.mkdir(upper)
         with mounted(f"oci:{self.layout}:tag", "--upper", upper) as where:
-            with open(os.path.join(where, "new-file"), "w") as out:
-                out.write("written\n")
+            write_file(os.path.join(where, "new-file"), "written\n")
         bcow("commit", f"oci:{self.layout}:tag", "--upper", upper, "--merge", merged,
              timeout=TIMEOUT)
         self.copy(f"oci:{self.layout}:tag", self.name("base"))
@@ -185,9 +183,7 @@ class Copies(test_registries.WithRegistry):
         shutil.copytree(self.layout, layout)
         blobs = self.blobs(layout)
         largest = max(blobs, key=lambda blob: os.path.getsize(blobs[blob]))
-        with open(blobs[largest], "r+b") as file:
-            file.seek(os.path.getsize(blobs[largest]) // 2)
-            file.write(b"damage")
+        overwrite(blobs[largest], os.path.getsize(blobs[largest]) // 2, b"damage")
         failed = self.copy(f"oci:{layout}:tag", f"oci:{target}:tag", check=False)
         assert_refused(self, failed, "layer . of", "do not match the Merkle tree")
         self.assertFalse(os.path.exists(os.path.join(target, "index.json")))
@@ -197,12 +193,10 @@ class Copies(test_registries.WithRegistry):
     def test_existing_files_are_replaced_as_by_convert(self):
         other, target = self.at("other"), self.at("target")
         for path in other, target:
-            with open(path, "w") as out:
-                out.write("precious")
+            write_file(path, "precious")
         refused = self.copy(self.file, target, check=False)
         assert_refused(self, refused, "not in BCoW format", "--force")
-        with open(target) as file:
-            self.assertEqual(file.read(), "precious")
+        self.assertEqual(read_text(target), "precious")
         self.copy("--force", self.file, target)
         run("cmp", target, self.file)
         self.copy(self.file, target)
@@ -222,15 +216,13 @@ class Copies(test_registries.WithRegistry):
         disk = self.at("disk.bcow")
         bcow("create", "-s", "1M", disk, timeout=TIMEOUT)
         raw = self.at("raw")
-        with open(raw, "wb") as out:
-            out.write(os.urandom(1 << 20))
+        write_file(raw, os.urandom(1 << 20))
         sealed = self.at("sealed.bcow")
         bcow("convert", f"raw:{raw}", sealed, timeout=TIMEOUT)
         upper, layer = self.at("upper"), self.at("layer.bcow")
         os.mkdir(upper)
         with mounted(self.file, "--upper", upper) as where:
-            with open(os.path.join(where, "new-file"), "w") as out:
-                out.write("written\n")
+            write_file(os.path.join(where, "new-file"), "written\n")
         bcow("commit", self.file, "--upper", upper, layer, timeout=TIMEOUT)
         self.skopeo("copy", self.source, self.name("ordinary"))
         for source, target, message in (
@@ -274,8 +266,7 @@ class Copies(test_registries.WithRegistry):
 
     def test_hostile_registry_brings_nothing_wrong(self):
         content = test_registries.Content()
-        with open(self.file, "rb") as file:
-            data = file.read()
+        data = read_bytes(self.file)
         root = json.loads(bcow("inspect", "--json", self.file, timeout=TIMEOUT).out)
         root = root["merkle"]["root"].removeprefix("sha256:")
         config = content.blob(b"{}", "application/vnd.oci.image.config.v1+json")

@@ -18,7 +18,7 @@ import tempfile
 import unittest
 
 from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, converted,
-                     need, read_bytes, read_text, run, served, until, write_file)
+                     flip, need, read_bytes, read_text, run, served, until, write_file)
 import tree
 import vm
 
@@ -287,9 +287,7 @@ class Ext4(Scratch):
         good = read_bytes(view)
         # The header, before the first of these places, has a copy.
         for at in range(len(good) // 16, len(good), len(good) // 16):
-            with open(view, "r+b") as file:
-                file.seek(at)
-                file.write(bytes([good[at] ^ 1]))
+            flip(view, at)
             compared = bcow("diff", self.image, "--upper", disk, env=env)
             self.assertEqual((compared.code, compared.out), (0, b""), at)
             self.assertEqual(read_bytes(view), good, at)
@@ -306,10 +304,7 @@ class Ext4(Scratch):
         view = os.path.join(views, name)
         good = read_bytes(view)
         with served(disk, "--socket", self.path("open.sock"), env=env) as server:
-            with open(view, "r+b") as file:
-                for at in range(len(good) // 16, len(good), len(good) // 16):
-                    file.seek(at)
-                    file.write(bytes([good[at] ^ 1]))
+            flip(view, *range(len(good) // 16, len(good), len(good) // 16))
             copied = self.path("open-copied.raw")
             run("nbdcopy", server.uri, copied)
             self.assertIn(f"{view} was damaged, and was made again", server.output())

@@ -18,7 +18,7 @@ import unittest
 import support
 import test_upper
 from support import (UNPRIVILEGED, WORK, Scratch, assert_refused, assert_same_tree, bcow,
-                     for_everyone, need, read_bytes, run, until)
+                     for_everyone, need, overwrite, read_bytes, run, until)
 from test_kernel_driver import LIBC, SECONDS
 from test_upper import EPOCH, write
 
@@ -79,10 +79,8 @@ class OfDisk(test_upper.Uppers, unittest.TestCase):
             yield
 
     def damage(self, upper):
-        with open(upper, "r+b") as file:
-            for at in range(65536, os.path.getsize(upper), 4096):
-                file.seek(at)
-                file.write(b"damage")
+        for at in range(65536, os.path.getsize(upper), 4096):
+            overwrite(upper, at, b"damage")
         return "upper-disk/damaged", "damaged|checksum"
 
     def test_diff_and_commit_do_not_write_to_the_disk(self):
@@ -324,9 +322,7 @@ class Changes(Scratch):
         path = "var/lib/data/table"
         with self.mounted() as where:
             time = os.stat(f"{where}/{path}").st_mtime_ns
-            with open(f"{where}/{path}", "r+b") as file:
-                file.seek(1 << 20)
-                file.write(b"changed")
+            overwrite(f"{where}/{path}", 1 << 20, b"changed")
             os.utime(f"{where}/{path}", ns=(time, time))
             # These only read, or change what an image does not have.
             read_bytes(f"{where}/etc/config")

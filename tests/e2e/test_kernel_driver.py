@@ -7,7 +7,6 @@ such a name, also after a failure.
 import contextlib
 import ctypes
 import glob
-import hashlib
 import json
 import mmap
 import os
@@ -15,7 +14,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import tempfile
@@ -24,8 +22,9 @@ import unittest
 
 import support
 import syscalls
-from support import (assert_refused, bcow, is_mounted, need, read_bytes, read_text, run, until,
-                     write_file)
+import test_remote
+from support import (assert_refused, bcow, is_mounted, need, overwrite, read_bytes, read_text, run,
+                     until, write_file)
 
 MEBIBYTE = 1 << 20
 # fsx comes from crates.io; a run has this number of operations.
@@ -196,8 +195,8 @@ class KernelDriver(unittest.TestCase):
         return json.loads(bcow("stats", "--json", where, timeout=SECONDS).out)
 
     def may_protect_itself(self):
-        with open("/proc/self/status") as status:
-            effective = re.search(r"^CapEff:\s+([0-9a-f]+)$", status.read(), re.MULTILINE)
+        effective = re.search(r"^CapEff:\s+([0-9a-f]+)$", read_text("/proc/self/status"),
+                              re.MULTILINE)
         cap_sys_resource = 24
         return bool(int(effective[1], 16) >> cap_sys_resource & 1)
 
@@ -277,8 +276,8 @@ class Mounts(KernelDriver):
                 # A mount of a disk whose process is still ending waits for it.
                 self.mount(disk, where)
                 for earlier in range(number):
-                    with open(os.path.join(where, f"file-{earlier}")) as file:
-                        self.assertEqual(file.read(), f"content {earlier}")
+                    self.assertEqual(read_text(os.path.join(where, f"file-{earlier}")),
+                                     f"content {earlier}")
                 # Without fsync: the unmount writes it back.
                 write_file(os.path.join(where, f"file-{number}"), f"content {number}")
                 end()
@@ -314,15 +313,9 @@ class Mounts(KernelDriver):
                  disk, where], stdin=subprocess.DEVNULL, stderr=err)
         try:
             until(lambda: is_mounted(where) and self.services(), "the mount")
-            with open(os.path.join(where, "file"), "w") as file:
-                file.write("x")
-                file.flush()
-                os.fsync(file.fileno())
-            with socket.socket(socket.AF_UNIX) as client:
-                client.settimeout(SECONDS)
-                client.connect(address)
-                client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-                page = b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+            write_file(os.path.join(where, "file"), "x")
+            run("sync", os.path.join(where, "file"), timeout=SECONDS)
+            page = test_remote.metrics(address)
             flushes = re.search(r"^bcow_disk_flushes_total (\d+)$", page, re.MULTILINE)
             self.assertGreater(int(flushes[1]), 0)
             self.assertIn('mode="rw"', page)
@@ -530,7 +523,11 @@ class Mounts(KernelDriver):
 
 
 class Failures(KernelDriver):
-    """Killed processes, full disks, too little memory."""
+    """Killed processes. test_kernel_upper.py has full disks, and too little memory."""
+
+    def assert_has(self, where, expected):
+        for name, content in expected.items():
+            self.assertTrue(read_bytes(os.path.join(where, name)) == content, name)
 
     def test_synced_data_outlives_a_killed_process(self):
         disk, where = self.make_disk(), self.point()
@@ -538,9 +535,7 @@ class Failures(KernelDriver):
         for kill in range(KILLS):
             # A mount whose process is dead is replaced.
             self.mount(disk, where)
-            for name, digest in expected.items():
-                with open(os.path.join(where, name), "rb") as file:
-                    self.assertEqual(hashlib.sha256(file.read()).hexdigest(), digest, name)
+            self.assert_has(where, expected)
             [pid] = self.processes()
             churn = subprocess.Popen(
                 ["sh", "-c", 'cd "$0" && while cp -r /usr/share/doc/bash churn && rm -r churn; '
@@ -549,11 +544,9 @@ class Failures(KernelDriver):
                 for number in range(10):
                     name = f"file-{kill}-{number}"
                     content = rng.randbytes(rng.randrange(1, 300_000))
-                    with open(os.path.join(where, name), "wb") as file:
-                        file.write(content)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    expected[name] = hashlib.sha256(content).hexdigest()
+                    write_file(os.path.join(where, name), content)
+                    run("sync", os.path.join(where, name), timeout=SECONDS)
+                    expected[name] = content
                 os.kill(pid, signal.SIGKILL)
                 until(lambda: churn.poll() is not None, "an error of the mount")
             finally:
@@ -569,9 +562,7 @@ class Failures(KernelDriver):
         self.assert_ended()
         # The journal is replayed by the next mount.
         self.mount(disk, where)
-        for name, digest in expected.items():
-            with open(os.path.join(where, name), "rb") as file:
-                self.assertEqual(hashlib.sha256(file.read()).hexdigest(), digest, name)
+        self.assert_has(where, expected)
         self.umount(where)
         self.assert_clean(disk)
 
@@ -629,61 +620,11 @@ class Failures(KernelDriver):
             process.wait(timeout=SECONDS)
             self.fail("the killed process did not end")
 
-    def test_a_full_host_disk_loses_nothing_that_was_synced(self):
-        small = self.point("small")
-        run("mount", "-t", "tmpfs", "-o", "size=48M", f"tmpfs-{self.tag}", small, timeout=SECONDS)
-        disk, where = self.disk_path("disk"), self.point()
-        made = self.make_disk("made")
-        inside = os.path.join(small, os.path.basename(disk))
-        run("cp", "--sparse=always", made, inside, timeout=SECONDS)
-        self.mount(inside, where)
-        kept = os.path.join(where, "kept")
-        run("dd", "if=/dev/zero", f"of={kept}", "bs=1M", "count=8", "conv=fsync", timeout=SECONDS)
-        full = run("dd", "if=/dev/urandom", f"of={where}/full", "bs=1M", "count=120", "conv=fsync",
-                   check=False, timeout=SECONDS)
-        self.assertNotEqual(full.code, 0)
-        errors = {kind["kind"]: kind["count"] for kind in self.stats(where)["errors"]["kinds"]}
-        self.assertGreater(errors["no-space"], 0)
-        ended = self.umount(where, check=False)
-        assert_refused(self, ended, "not all written data is in the disk")
-        self.assertFalse(is_mounted(where))
-        self.assert_ended()
-        run("mount", "-o", "remount,size=400M", small, timeout=SECONDS)
-        self.mount(inside, where)
-        self.assertEqual(read_bytes(kept), bytes(8 * MEBIBYTE))
-        self.umount(where)
-        self.assert_clean(inside)
-
-    def test_more_dirty_pages_than_memory(self):
-        group = self.memory_group(64 * MEBIBYTE)
-        disk, where = self.make_disk(mebibytes=512), self.point()
-        enter = f'echo $$ > "{group}/cgroup.procs" && exec "$@"'
-        inside = run("sh", "-c", enter, "sh", support.BCOW, "mount", disk, where, check=False,
-                     timeout=SECONDS)
-        if inside.code != 0:
-            # Where the process may not protect itself, it refuses to be in such a group.
-            assert_refused(self, inside, "lacks CAP_SYS_RESOURCE")
-            self.assertFalse(self.may_protect_itself())
-            self.mount(disk, where)
-        self.guarded("sh", "-c", enter, "sh", "dd", "if=/dev/urandom", f"of={where}/data", "bs=1M",
-                     "count=200", "conv=fsync", "status=none")
-        self.assertEqual(os.stat(f"{where}/data").st_size, 200 * MEBIBYTE)
-        first = run("sha256sum", f"{where}/data", timeout=SECONDS).out.split()[0]
-        self.umount(where)
-        self.mount(disk, where)
-        second = run("sha256sum", f"{where}/data", timeout=SECONDS).out.split()[0]
-        self.assertEqual(first, second)
-        self.umount(where)
-        self.assert_ended()
-        self.assert_clean(disk)
-
     def test_without_barriers_a_clean_end_keeps_the_data(self):
         disk, where = self.make_disk(), self.point()
         self.mount(disk, where, "--sync", "volatile")
-        with open(os.path.join(where, "file"), "w") as file:
-            file.write("volatile")
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(os.path.join(where, "file"), "volatile")
+        run("sync", os.path.join(where, "file"), timeout=SECONDS)
         statistics = self.stats(where)
         self.assertEqual(statistics["disk"]["sync"], "volatile")
         self.assertEqual(statistics["disk"]["flushes"], 0)
@@ -738,10 +679,7 @@ class Images(KernelDriver):
         bcow("convert", f"dir:{self.source}", image, timeout=SECONDS)
         bcow("export", image, "--to", "erofs", "-o", raw, timeout=SECONDS)
         # A name behind the block that the superblock's checksum covers loses its place.
-        with open(raw, "r+b") as file:
-            at = file.read().index(b"hostile.rs", 4096)
-            file.seek(at)
-            file.write(b"z")
+        overwrite(raw, read_bytes(raw).index(b"hostile.rs", 4096), b"z")
         disk = self.disk_path("disk")
         bcow("convert", f"raw:{raw}", disk, timeout=SECONDS)
         refused = self.mount(disk, where, "--driver", "kernel", check=False)
@@ -914,10 +852,7 @@ class PlainImages(KernelDriver):
 
     def test_damaged_metadata_never_reaches_the_kernel(self):
         image = self.plain()
-        with open(image, "r+b") as file:
-            at = file.read().index(b"hostile.rs")
-            file.seek(at)
-            file.write(b"z")
+        overwrite(image, read_bytes(image).index(b"hostile.rs"), b"z")
         refused = self.mount(image, self.where, "--driver", "kernel", check=False)
         assert_refused(self, refused, "damaged|checksum")
         self.assert_ended()

@@ -12,7 +12,8 @@ import unittest
 
 import test_registries
 import test_remote
-from support import Scratch, assert_same_tree, bcow, need, read_bytes, read_json, run, write_file
+from support import (Scratch, assert_same_tree, bcow, flip, need, read_bytes, read_json, run,
+                     write_file)
 from web import free_port
 
 TIMEOUT = 120
@@ -76,12 +77,7 @@ class Images(Scratch):
         os.mkdir(directory)
         copy = os.path.join(directory, "image.bcow")
         shutil.copy(self.image, copy)
-        with open(copy, "r+b") as file:
-            for at in range(start, self.bytes, 16384):
-                file.seek(at)
-                byte = file.read(1)
-                file.seek(at)
-                file.write(bytes([byte[0] ^ 1]))
+        flip(copy, *range(start, self.bytes, 16384))
         return directory
 
     def assert_cache_is_right(self):

@@ -29,7 +29,7 @@ import test_remote
 import test_union_fsx
 from promises import promise
 from support import (BCOW, UNPRIVILEGED, WORK, Scratch, assert_refused, bcow, for_everyone,
-                     is_mounted, need, read_bytes, run, until, write_file)
+                     is_mounted, need, read_bytes, read_text, run, until, write_file)
 
 TIMEOUT = 60
 # How often a test kills or replaces the process of a pool under load.
@@ -92,6 +92,10 @@ class PoolCase(Scratch):
         self.disturbed = 0
         self.addCleanup(self.clear)
 
+    def tearDown(self):
+        for pool in self.list():
+            self.bcow("pool", "stop", "--force", pool["name"])
+
     def clear(self):
         # A failed test leaves its pools.
         for pool in self.list():
@@ -111,6 +115,13 @@ class PoolCase(Scratch):
     def start(self, name="pool", *options):
         self.bcow("pool", "start", name, *options)
 
+    def start_of(self, name):
+        """Starts the pool with a copy of the program, which a test can replace; gives its path."""
+        program = os.path.join(self.pools, name)
+        shutil.copy(BCOW, program)
+        run(program, "pool", "start", "pool", env=self.env, timeout=TIMEOUT)
+        return program
+
     def place(self):
         where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
         self.mounts.append(where)
@@ -122,11 +133,18 @@ class PoolCase(Scratch):
         self.assertTrue(is_mounted(where))
         return where
 
+    def json(self, *arguments):
+        return json.loads(self.bcow(*arguments, "--json").out)
+
     def list(self):
-        return json.loads(self.bcow("pool", "list", "--json").out)["pools"]
+        return self.json("pool", "list")["pools"]
+
+    def services(self):
+        """What `bcow ps` lists, by mountpoint."""
+        return {row["at"][0]: row for row in self.json("ps")["services"]}
 
     def stats(self, name="pool"):
-        return json.loads(self.bcow("pool", "stats", name, "--json").out)
+        return self.json("pool", "stats", name)
 
     def find(self, name="pool"):
         return {pool["name"]: pool for pool in self.list()}.get(name)
@@ -172,8 +190,7 @@ class PoolCase(Scratch):
 
     def read(self, where):
         for name, data in self.files.items():
-            with open(os.path.join(where, name), "rb") as file:
-                self.assertEqual(file.read(), data)
+            self.assertEqual(read_bytes(os.path.join(where, name)), data)
 
     def assert_ends(self, pid):
         until(lambda: not os.path.exists(f"/proc/{pid}"), f"process {pid} ends")
@@ -188,31 +205,27 @@ class Mounts(PoolCase):
         for where in places:
             self.read(where)
         pid = self.pid()
-        rows = json.loads(self.bcow("ps", "--json").out)["services"]
-        rows = {row["at"][0]: row for row in rows}
+        rows = self.services()
         for where in places:
             row = rows[os.path.realpath(where)]
             self.assertEqual((row["pid"], row["pool"]), (pid, "pool"))
-            statistics = json.loads(self.bcow("stats", where, "--json").out)
+            statistics = self.json("stats", where)
             self.assertEqual((statistics["process"]["pid"], statistics["pool"]), (pid, "pool"))
         found = self.stats()
         self.assertEqual([mount["mode"] for mount in found["mounts"]], ["ro", "ro", "rw"])
         self.assertTrue(all(mount["requests"] > 0 for mount in found["mounts"]))
         self.assertEqual(found["mounts"][2]["upper"], upper)
-        with open(os.path.join(places[2], "new"), "w") as file:
-            file.write("kept")
+        write_file(os.path.join(places[2], "new"), "kept")
         # The end of one mount is not that of the others.
         self.bcow("umount", places[2])
-        with open(os.path.join(upper, "new")) as file:
-            self.assertEqual(file.read(), "kept")
+        self.assertEqual(read_text(os.path.join(upper, "new")), "kept")
         run("umount", places[0], timeout=TIMEOUT)
         until(lambda: len(self.stats()["mounts"]) == 1, "the pool notices the unmount")
         self.read(places[1])
         # The upper is free, also for a process outside the pool.
         again = self.place()
         self.bcow("mount", self.image, again, "--upper", upper)
-        with open(os.path.join(again, "new")) as file:
-            self.assertEqual(file.read(), "kept")
+        self.assertEqual(read_text(os.path.join(again, "new")), "kept")
         self.bcow("umount", again)
         self.bcow("umount", places[1])
         self.assertEqual(self.stats()["mounts"], [])
@@ -242,7 +255,6 @@ class Mounts(PoolCase):
         self.assertGreater(self.misses_of(self.mount("--verify", "merkle")), 0)
         limit = self.stats()["cache"]
         self.assertEqual(limit["limit_bytes"], 32 << 20)
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_images_on_other_machines_share_what_was_fetched(self):
         with test_ahead.Server(self.directory) as server:
@@ -283,7 +295,6 @@ class Mounts(PoolCase):
         run(helper, self.image, other, "-o", "rw,pool=pool", env=self.env, timeout=TIMEOUT)
         self.read(other)
         self.assertEqual(len(self.stats()["mounts"]), 2)
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_ordinary_user_has_pools(self):
         need("fusermount3")
@@ -349,8 +360,7 @@ class Ends(PoolCase):
         self.assert_ends(pid)
         self.assertEqual(self.list(), [])
         with self.outside("--upper", os.path.join(self.pools, "upper")) as again:
-            with open(os.path.join(again, "file0"), "rb") as file:
-                self.assertEqual(file.read(), self.files["file0"] + b"!?")
+            self.assertEqual(read_bytes(os.path.join(again, "file0")), self.files["file0"] + b"!?")
 
     @contextlib.contextmanager
     def outside(self, *options):
@@ -364,8 +374,7 @@ class Ends(PoolCase):
         self.start()
         upper = os.path.join(self.pools, "upper")
         places = [self.mount(), self.mount("--upper", upper)]
-        with open(os.path.join(places[1], "new"), "w") as file:
-            file.write("kept")
+        write_file(os.path.join(places[1], "new"), "kept")
         found = self.find()
         # The supervisor passes the signal on.
         os.kill(found["keeper"], signal.SIGTERM)
@@ -373,17 +382,14 @@ class Ends(PoolCase):
         self.assert_ends(found["keeper"])
         self.assertFalse(any(map(is_mounted, places)))
         self.assertEqual(os.listdir(self.pools), ["upper"])
-        with open(os.path.join(upper, "new")) as file:
-            self.assertEqual(file.read(), "kept")
+        self.assertEqual(read_text(os.path.join(upper, "new")), "kept")
 
     def test_pool_killed_with_its_supervisor_is_dead_and_starts_again(self):
         self.start()
         upper = os.path.join(self.pools, "upper")
         where = self.mount("--upper", upper)
-        with open(os.path.join(where, "new"), "w") as file:
-            file.write("kept")
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(os.path.join(where, "new"), "kept")
+        run("sync", os.path.join(where, "new"))
         pid, supervisor = self.pid(), self.supervisor()
         os.kill(supervisor, signal.SIGKILL)
         until(lambda: self.supervisor() is None, "the pool notices the end of its supervisor")
@@ -401,9 +407,7 @@ class Ends(PoolCase):
         self.assertNotEqual(self.pid(), pid)
         # The mount of the dead process is replaced.
         self.mount("--upper", upper, where=where)
-        with open(os.path.join(where, "new")) as file:
-            self.assertEqual(file.read(), "kept")
-        self.bcow("pool", "stop", "--force", "pool")
+        self.assertEqual(read_text(os.path.join(where, "new")), "kept")
 
     def test_stopped_process_is_silent(self):
         self.start()
@@ -414,7 +418,6 @@ class Ends(PoolCase):
                            "does not answer")
         finally:
             os.kill(pid, signal.SIGCONT)
-        self.bcow("pool", "stop", "pool")
 
 
 class Load:
@@ -484,16 +487,15 @@ class Restarts(PoolCase):
             self.assertEqual([load.failure for load in loads], [None] * 3)
             self.assertEqual(len(set(pids)), 5)
             # Reports name the process that serves now.
-            rows = json.loads(self.bcow("ps", "--json").out)["services"]
-            served = {row["at"][0]: row["pid"] for row in rows}
+            served = self.services()
             found = self.stats()
             self.assertEqual((found["pid"], found["restarts"]), (pids[-1], 4))
             for where, mount in zip(places, found["mounts"], strict=True):
                 self.assertEqual(mount["at"], os.path.realpath(where))
                 self.assertGreater(mount["requests"], 0)
                 self.assertEqual(mount["errors"], 0)
-                self.assertEqual(served[mount["at"]], pids[-1])
-                statistics = json.loads(self.bcow("stats", where, "--json").out)
+                self.assertEqual(served[mount["at"]]["pid"], pids[-1])
+                statistics = self.json("stats", where)
                 self.assertEqual(statistics["process"]["pid"], pids[-1])
             # A mount that was taken over ends as any other.
             supervisor = self.supervisor()
@@ -542,9 +544,7 @@ class Restarts(PoolCase):
         return self.pid()
 
     def test_another_program_takes_over(self):
-        installed = self.path("installed")
-        shutil.copy(BCOW, installed)
-        run(installed, "pool", "start", "pool", env=self.env, timeout=TIMEOUT)
+        installed = self.start_of("installed")
         where = self.mount()
 
         def program():
@@ -559,11 +559,11 @@ class Restarts(PoolCase):
         self.read(where)
         # One that fails is not used.
         os.remove(installed)
-        os.chmod(self.path("installed", b"#!/bin/false\n"), 0o755)
+        write_file(installed, "#!/bin/false\n")
+        os.chmod(installed, 0o755)
         self.restart()
         self.assertEqual(program(), old)
         self.read(where)
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_image_that_was_replaced_is_not_shown(self):
         image = self.path("own.bcow")
@@ -584,7 +584,6 @@ class Restarts(PoolCase):
         self.read(stays)
         self.assertEqual([mount["at"] for mount in self.stats()["mounts"]],
                          [os.path.realpath(stays)])
-        self.bcow("pool", "stop", "--force", "pool")
 
     @promise("If the serving process of a pool fails at once several times in a row, the pool "
              "unmounts")
@@ -651,11 +650,10 @@ class Uppers(PoolCase):
                     self.disturb(STEPS, wait)
                     for program in programs:
                         program.finish()
-                statistics = json.loads(self.bcow("stats", where, "--json").out)
+                statistics = self.json("stats", where)
                 self.assertEqual(statistics["process"]["pid"], self.pid())
                 self.assertEqual(statistics["errors"]["total"], 0)
                 self.assert_sound(where)
-        self.bcow("pool", "stop", "pool")
 
     def test_fsx_finds_no_error(self):
         need("fsx")
@@ -672,7 +670,6 @@ class Uppers(PoolCase):
                 out = fsx.communicate(timeout=10 * TIMEOUT)[0]
                 self.assertEqual(fsx.returncode, 0, out)
         self.assert_sound(where)
-        self.bcow("pool", "stop", "pool")
 
     def test_a_database_keeps_its_transactions(self):
         """SQLite, whose file is in the image: a partial file."""
@@ -715,7 +712,6 @@ class Uppers(PoolCase):
             self.assertEqual(database.execute("PRAGMA integrity_check").fetchall(), [("ok",)])
             found = dict(database.execute("SELECT number, text FROM numbers"))
         self.assertEqual({number: found[number] for number, _ in done}, dict(done))
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_removed_files_and_directories_in_use_stay(self):
         where = self.change()
@@ -743,14 +739,11 @@ class Uppers(PoolCase):
         os.close(handle)
         until(lambda: not orphans(), "the kernel forgets the files")
         self.assert_sound(where)
-        self.bcow("pool", "stop", "pool")
 
     def test_supervisor_and_process_killed_keep_what_was_synchronized(self):
         where = self.change()
-        with open(os.path.join(where, "new"), "wb") as file:
-            file.write(b"durable")
-            file.flush()
-            os.fsync(file)
+        write_file(os.path.join(where, "new"), b"durable")
+        run("sync", os.path.join(where, "new"))
         for pid in (self.supervisor(), self.pid()):
             os.kill(pid, signal.SIGKILL)
         until(lambda: not self.is_served(where), "the mount answers ENOTCONN")
@@ -758,7 +751,6 @@ class Uppers(PoolCase):
         self.start()
         self.mount("--upper", self.upper, image=self.programs, where=where)
         self.assertEqual(read_bytes(os.path.join(where, "new")), b"durable")
-        self.bcow("pool", "stop", "--force", "pool")
 
     @staticmethod
     def is_served(where):
@@ -791,7 +783,6 @@ class Uppers(PoolCase):
         self.bcow("pool", "restart", "--force", "pool")
         self.assertFalse(is_mounted(where))
         self.read(other)
-        self.bcow("pool", "stop", "--force", "pool")
 
 
 class KernelDriver(PoolCase):
@@ -815,8 +806,7 @@ class KernelDriver(PoolCase):
     def setUp(self):
         super().setUp()
         self.upper = self.named("upper")
-        self.log = os.path.join(self.pools, "log")
-        self.start("pool", "--log-file", self.log)
+        self.start()
 
     def named(self, name):
         """The path of a disk or an upper, with a name that no other test has."""
@@ -857,13 +847,12 @@ class KernelDriver(PoolCase):
         self.assertTrue(types["image"].startswith(("erofs", "UNKNOWN (0xe0f5e1e2)")), types)
         self.assertEqual(len(self.loop_devices()), 3)
         pid = self.pid()
-        rows = json.loads(self.bcow("ps", "--json").out)["services"]
-        rows = {row["at"][0]: row for row in rows}
+        rows = self.services()
         for where in places.values():
             self.read(where)
             row = rows[os.path.realpath(where)]
             self.assertEqual((row["pid"], row["pool"]), (pid, "pool"))
-            statistics = json.loads(self.bcow("stats", where, "--json").out)
+            statistics = self.json("stats", where)
             self.assertEqual((statistics["process"]["pid"], statistics["pool"]), (pid, "pool"))
         self.assertEqual([mount["mode"] for mount in self.stats()["mounts"]],
                          ["ro", "rw", "rw", "ro"])
@@ -916,11 +905,10 @@ class KernelDriver(PoolCase):
         self.assertIsNone(load.failure)
         self.assertEqual(len(set(pids)), STEPS + 1)
         self.assertEqual({where: os.stat(where).st_dev for where in everywhere}, devices)
-        rows = json.loads(self.bcow("ps", "--json").out)["services"]
-        rows = {row["at"][0]: row["pid"] for row in rows}
+        rows = self.services()
         for where in everywhere:
-            self.assertEqual(rows[os.path.realpath(where)], pids[-1])
-            statistics = json.loads(self.bcow("stats", where, "--json").out)
+            self.assertEqual(rows[os.path.realpath(where)]["pid"], pids[-1])
+            statistics = self.json("stats", where)
             self.assertEqual(statistics["process"]["pid"], pids[-1])
             self.assertEqual(statistics["errors"]["total"], 0)
         # The process that took over does all that the first one did.
@@ -947,7 +935,6 @@ class KernelDriver(PoolCase):
             where = self.change(upper, image=self.programs)
             self.assertEqual(read_bytes(os.path.join(where, "new")),
                              upper.rsplit("-", 1)[1].encode())
-        self.bcow("pool", "stop", "--force", "pool")
 
     @promise("A mount of an image with the kernel driver stays if the process of its pool is "
              "killed")
@@ -972,10 +959,7 @@ class KernelDriver(PoolCase):
         """The program that takes over first tries to change the disk, as another process could."""
         self.bcow("pool", "stop", "pool")
         disk = self.new_disk("own.bcow")
-        program = os.path.join(self.pools, "program")
-        shutil.copy(BCOW, program)
-        run(program, "pool", "start", "pool", "--log-file", self.log, env=self.env,
-            timeout=TIMEOUT)
+        program = self.start_of("program")
         where = self.mount("--backing-dir", self.directory, image=disk)
         upper = self.change()
         changes = ([BCOW, "resize", "--backing-dir", self.directory, disk, "2G"],
@@ -1037,7 +1021,6 @@ class KernelDriver(PoolCase):
         os.rename(disk + ".away", disk)
         where = self.mount("--backing-dir", self.directory, image=disk)
         self.assertEqual(read_bytes(os.path.join(where, "new")), b"kept")
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_a_signal_while_the_mounts_are_stopped_goes_to_the_next_process(self):
         """The process could not end if it waited for one of its own mounts then."""
@@ -1067,20 +1050,16 @@ class KernelDriver(PoolCase):
             self.assert_ends(pool["keeper"])
             self.assertFalse(any(map(is_mounted, places)))
             self.assertEqual(self.loop_devices(), [])
-            self.start("pool", "--log-file", self.log)
+            self.start()
             for upper, where in zip(uppers, places, strict=True):
                 self.change(upper, where)
                 self.assertEqual(read_bytes(os.path.join(where, f"new{round}")), b"x" * 300_000)
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_a_signal_while_no_process_serves_loses_nothing(self):
         """The program that takes over first signals the supervisor, or itself as another could."""
         for number, signals in enumerate(("kill -TERM $PPID", "kill -TERM $$")):
             self.bcow("pool", "stop", "pool")
-            program = os.path.join(self.pools, f"program{number}")
-            shutil.copy(BCOW, program)
-            run(program, "pool", "start", "pool", "--log-file", self.log, env=self.env,
-                timeout=TIMEOUT)
+            program = self.start_of(f"program{number}")
             upper = self.named(f"signal{number}")
             where = self.change(upper)
             # In the kernel's cache only.
@@ -1093,11 +1072,10 @@ class KernelDriver(PoolCase):
             self.assert_ends(supervisor)
             self.assertFalse(is_mounted(where))
             self.assertEqual(self.loop_devices(), [])
-            self.start("pool", "--log-file", self.log)
+            self.start()
             self.change(upper, where)
             self.assertEqual(read_bytes(os.path.join(where, "new")), b"x" * 3_000_000)
             self.bcow("umount", where)
-        self.bcow("pool", "stop", "pool")
 
     def test_mounts_end_while_the_pool_restarts(self):
         """Nothing is lost and nothing stays, whichever process closes the disk."""
@@ -1124,7 +1102,6 @@ class KernelDriver(PoolCase):
         for upper, where in zip(uppers, places, strict=True):
             self.bcow("umount", where)
             self.assert_sound(upper)
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_a_pool_with_open_files_ends_with_the_last_one(self):
         where = self.change()
@@ -1138,7 +1115,6 @@ class KernelDriver(PoolCase):
         self.start()
         self.change(where=where)
         self.assertEqual(read_bytes(os.path.join(where, "new")), b"late")
-        self.bcow("pool", "stop", "--force", "pool")
 
     def kill_both(self):
         """Kills the supervisor and the process of the pool."""
@@ -1176,7 +1152,7 @@ class KernelDriver(PoolCase):
             for where in places:
                 run("umount", "-l", where, timeout=TIMEOUT)
             until(lambda: not self.loop_devices(), "the loop devices are gone")
-            self.start("pool", "--log-file", self.log)
+            self.start()
             for upper, where, last in zip(uppers, places, synchronized, strict=True):
                 self.change(upper, where)
                 numbers = [int(one) for one in read_bytes(os.path.join(where, "numbers")).split()]
@@ -1185,7 +1161,6 @@ class KernelDriver(PoolCase):
         for upper, where in zip(uppers, places, strict=True):
             self.bcow("umount", where)
             self.assert_sound(upper)
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_processes_killed_while_they_mount_end(self):
         """A thread that waits for its own process in the kernel could never be killed."""
@@ -1214,7 +1189,6 @@ class KernelDriver(PoolCase):
         for index, where in enumerate(places):
             self.change(self.named(f"upper{index}"), where)
             self.read(where)
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_batches_are_for_the_fuse_driver(self):
         # For a disk, the command selects the driver itself.
@@ -1313,7 +1287,6 @@ class Refusals(PoolCase):
         self.mount(where=where)
         self.refused("mount", self.image, where, "--pool=pool", mention=["already mounted"])
         self.refused("pool", "start", "pool", mention=["runs it already"])
-        self.bcow("pool", "stop", "--force", "pool")
 
     def test_other_namespace_is_refused(self):
         need("unshare")
@@ -1321,7 +1294,6 @@ class Refusals(PoolCase):
         command = ["unshare", "-m", BCOW, "mount", self.image, self.place(), "--pool=pool"]
         result = run(*command, env=self.env, timeout=TIMEOUT, check=False)
         assert_refused(self, result, "another mount or user namespace")
-        self.bcow("pool", "stop", "pool")
 
     def test_files_inside_a_mount_of_the_pool_are_refused(self):
         outer = self.path("outer")
@@ -1346,7 +1318,6 @@ class Refusals(PoolCase):
                      mention=[where, "inside a mount of the same pool"])
         self.read(self.mount(pool="other", image=inner))
         self.bcow("pool", "stop", "--force", "other")
-        self.bcow("pool", "stop", "--force", "pool")
 
 
 class Protocol(PoolCase):
@@ -1385,7 +1356,6 @@ class Protocol(PoolCase):
         self.connect().close()
         self.connect().readline()
         self.read(self.mount())
-        self.bcow("pool", "stop", "--force", "pool")
 
     @promise("Only its owner can make mounts in a pool")
     def test_other_users_are_refused(self):

@@ -10,7 +10,7 @@ import shutil
 import unittest
 
 from support import (PEAK_BYTES, UNPRIVILEGED, Scratch, assert_same_tree,
-                     assert_second_reader_agrees, bcow, converted, for_everyone, image,
+                     assert_second_reader_agrees, bcow, converted, flip, for_everyone, image,
                      kernel_at_least, kernel_mounted, mounted, need, need_kernel, read_json, run,
                      write_file)
 import tree
@@ -85,12 +85,7 @@ class RealImage(Scratch):
     def test_fsck_finds_one_flipped_bit(self):
         damaged = os.path.join(self.directory, "damaged.bcow")
         shutil.copy(self.compressed, damaged)
-        middle = os.path.getsize(damaged) // 2
-        with open(damaged, "r+b") as data:
-            data.seek(middle)
-            byte = data.read(1)[0]
-            data.seek(middle)
-            data.write(bytes([byte ^ 0x10]))
+        flip(damaged, os.path.getsize(damaged) // 2)
         checked = bcow("fsck", "--data", damaged, check=False)
         self.assertEqual(checked.code, 4, str(checked))
         os.unlink(damaged)

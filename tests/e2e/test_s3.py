@@ -27,8 +27,8 @@ import unittest
 import urllib.parse
 
 import test_remote
-from support import (BCOW, WORK, assert_refused, assert_same_tree, bcow, mounted, need, run,
-                     until)
+from support import (BCOW, WORK, assert_refused, assert_same_tree, bcow, mounted, need, read_bytes,
+                     run, until, write_file)
 from test_remote import TIMEOUT, make_certificates, registry
 from web import WebServer
 
@@ -310,12 +310,10 @@ class Bucket(unittest.TestCase):
         cls.tree = cls.path("tree")
         for n in range(20):
             os.makedirs(os.path.join(cls.tree, f"dir-{n}"))
-            with open(os.path.join(cls.tree, f"dir-{n}", "file"), "wb") as out:
-                out.write(os.urandom(100_000))
+            write_file(os.path.join(cls.tree, f"dir-{n}", "file"), os.urandom(100_000))
         cls.image = cls.path("image.bcow")
         bcow("convert", f"dir:{cls.tree}", cls.image, timeout=TIMEOUT)
-        with open(cls.image, "rb") as file:
-            data = file.read()
+        data = read_bytes(cls.image)
         cls.key = "team x/\u00e9+=&.bcow"
         cls.objects = {"image.bcow": data, cls.key: data}
 
@@ -341,8 +339,7 @@ class Bucket(unittest.TestCase):
         for name in "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY":
             self.env.pop(name, None)
         os.makedirs(os.path.join(self.env["HOME"], ".aws"), exist_ok=True)
-        with open(os.path.join(self.env["HOME"], ".aws", "credentials"), "w") as out:
-            out.write(text)
+        write_file(os.path.join(self.env["HOME"], ".aws", "credentials"), text)
 
     def test_image_reads_and_mounts_with_signed_requests(self):
         local = bcow("ls", "-R", self.image, timeout=TIMEOUT).out
@@ -355,15 +352,13 @@ class Bucket(unittest.TestCase):
                 assert_same_tree(self, self.tree, where)
             copy = os.path.join(self.cache, "copy")
             self.bcow("copy", name, copy)
-            with open(copy, "rb") as file:
-                self.assertTrue(file.read() == self.objects["image.bcow"], "the copy")
+            self.assertTrue(read_bytes(copy) == self.objects["image.bcow"], "the copy")
             with open(copy, "r+b") as file:
                 file.seek(300_000)
                 file.write(b"wrong")
                 file.truncate(len(self.objects["image.bcow"]) - 50_000)
             self.bcow("fsck", "--repair", "--from", name, copy, check=False)
-            with open(copy, "rb") as file:
-                self.assertTrue(file.read() == self.objects["image.bcow"], "the restored file")
+            self.assertTrue(read_bytes(copy) == self.objects["image.bcow"], "the restored file")
             self.assertEqual({code for _, code in server.asked}, {None})
 
     def test_wrong_missing_and_refused_keys_are_errors_without_secrets(self):
@@ -460,8 +455,7 @@ class Bucket(unittest.TestCase):
     def large(self):
         """A file of four parts."""
         raw, large = os.path.join(self.cache, "raw"), os.path.join(self.cache, "large.bcow")
-        with open(raw, "wb") as out:
-            out.write(os.urandom(26 << 20))
+        write_file(raw, os.urandom(26 << 20))
         bcow("convert", f"raw:{raw}", large, timeout=TIMEOUT)
         return large
 
@@ -534,8 +528,7 @@ class Bucket(unittest.TestCase):
                     entry = tarfile.TarInfo(file)
                     entry.size = len(data)
                     out.addfile(entry, io.BytesIO(data))
-            with open(path, "rb") as file:
-                return name, hashlib.sha256(file.read()).hexdigest()
+            return name, hashlib.sha256(read_bytes(path)).hexdigest()
 
         layers = [layer("lower.tar", {f"a-{n}": os.urandom(100_000) for n in range(120)}),
                   layer("upper.tar", {"a-1": b"changed", ".wh.a-2": b"", "b": b"new"})]
@@ -558,8 +551,7 @@ class Bucket(unittest.TestCase):
         found = {}
         directory = os.path.join(layout, "blobs", "sha256")
         for name in os.listdir(directory):
-            with open(os.path.join(directory, name), "rb") as file:
-                data = file.read()
+            data = read_bytes(os.path.join(directory, name))
             if data.startswith(b"BCoW"):
                 found[name] = data
         return found
@@ -660,8 +652,7 @@ class Bucket(unittest.TestCase):
             self.assertEqual(self.bcow("ls", "-lR", f"s3://{BUCKET}/x/plain.bcow").out, listed)
 
             raw = os.path.join(self.cache, "disk.raw")
-            with open(raw, "wb") as out:
-                out.write(os.urandom(3 << 20))
+            write_file(raw, os.urandom(3 << 20))
             disk = f"s3://{BUCKET}/disk.bcow"
             report = json.loads(self.bcow("convert", "--json", f"raw:{raw}", disk).out)
             self.assertTrue(report["sealed"])
@@ -715,8 +706,7 @@ class Bucket(unittest.TestCase):
             here = os.path.join(posix, BUCKET, "team x")
             for digest, data in files.items():
                 key = "debian.bcow" if digest == stack else f"blobs/sha256/{digest}"
-                with open(os.path.join(here, key), "rb") as file:
-                    self.assertTrue(file.read() == data, key)
+                self.assertTrue(read_bytes(os.path.join(here, key)) == data, key)
             report = json.loads(self.bcow("copy", "--json", "--force", source, name).out)
             self.assertEqual([bool(blob["copied_bytes"]) for blob in report["blobs"]],
                              [False, False, True])
@@ -732,8 +722,7 @@ class Bucket(unittest.TestCase):
             for key, data in self.objects.items():
                 at = os.path.join(posix, BUCKET, key)
                 os.makedirs(os.path.dirname(at), exist_ok=True)
-                with open(at, "wb") as out:
-                    out.write(data)
+                write_file(at, data)
             self.env["AWS_ENDPOINT_URL_S3"] = url
             for key in self.objects:
                 self.bcow("fsck", "--data", "--no-cache", f"s3://{BUCKET}/{key}")

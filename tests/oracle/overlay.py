@@ -233,13 +233,7 @@ class Layer:
     def walk(self, names, made=None):
         """The place of the directory that a path leads to. With `made`, missing directories are
         made and recorded there."""
-        todo, at, links = list(reversed(names)), (), 0
-        while todo:
-            name = todo.pop()
-            if name == b"..":
-                at = at[:-1]
-                continue
-            place = at + (name,)
+        def look(place):
             info = self.lstat(place)
             if info is None or is_whiteout(info):
                 if made is None:
@@ -248,20 +242,9 @@ class Layer:
                     os.unlink(self.full(place))
                 os.mkdir(self.full(place))
                 made.append(place)
-                at = place
-            elif stat.S_ISDIR(info.st_mode):
-                at = place
-            elif stat.S_ISLNK(info.st_mode):
-                links += 1
-                if links > MAX_LINKS:
-                    raise Circle
-                target = os.readlink(self.full(place))
-                if target.startswith(b"/"):
-                    at = ()
-                todo.extend(reversed(names_of(target)))
-            else:
-                raise Refused
-        return at
+            return self.full(place)
+
+        return follow(names, look, last=True)
 
     def lstat(self, place):
         try:
@@ -366,7 +349,7 @@ class Layer:
 
     def resolve(self, place, last_chance):
         target = self.pending[place][2]
-        found = follow(os.fsencode(self.below), target)
+        found = file_at(target, self.below_at)
         if found is None:
             try:
                 source = self.own(target)
@@ -379,7 +362,7 @@ class Layer:
                 return True
             if last_chance:
                 # The path may lead through a link of this layer and end in a lower layer.
-                found = self.follow_merged(target)
+                found = file_at(target, self.merged)
         if found is None:
             return False
         copied = entry_of(found)
@@ -389,38 +372,22 @@ class Layer:
         self.stack.same[self.lstat(place).st_ino] = self.stack.same.get(inode, inode)
         return True
 
-    def follow_merged(self, target):
-        todo, at, links = list(reversed(names_of(target))), (), 0
-        while todo:
-            name = todo.pop()
-            if name == b"..":
-                at = at[:-1]
-                continue
-            place = at + (name,)
-            info = self.lstat(place)
-            full = self.full(place)
-            if info is None:
-                full = self.lower(place)
-                if full is None:
-                    return None
-                info = os.lstat(full)
-            elif is_whiteout(info) or self.is_pending(place):
-                return None
-            if not todo:
-                return None if stat.S_ISDIR(info.st_mode) else full
-            if stat.S_ISLNK(info.st_mode):
-                links += 1
-                if links > MAX_LINKS:
-                    return None
-                link = os.readlink(full)
-                if link.startswith(b"/"):
-                    at = ()
-                todo.extend(reversed(names_of(link)))
-            elif stat.S_ISDIR(info.st_mode):
-                at = place
-            else:
-                return None
-        return None
+    def merged(self, place):
+        """The path of a place of this layer or of the lower layers."""
+        info = self.lstat(place)
+        if info is not None and (is_whiteout(info) or self.is_pending(place)):
+            raise Refused
+        full = self.full(place) if info is not None else self.lower(place)
+        if full is None:
+            raise Refused
+        return full
+
+    def below_at(self, place):
+        """The path of a place in the mount of the lower layers."""
+        full = os.path.join(os.fsencode(self.below), *place)
+        if not os.path.lexists(full):
+            raise Refused
+        return full
 
     def lower(self, place):
         """The path in the mount of the lower layers, unless this layer hides it."""
@@ -458,35 +425,41 @@ class Layer:
             attributes(at, entry)
 
 
-def follow(top, target):
-    """Resolves a path in a tree: follows links inside of it except for the last. None for a
+def follow(names, look, last=False):
+    """The place that a path leads to in a tree in which `look` gives the full path of a place.
+    Follows links inside of the tree; with `last` also a link at the end, and then expects a
     directory."""
-    todo, at, links = list(reversed(names_of(target))), [], 0
+    todo, at, links = list(reversed(names)), (), 0
     while todo:
         name = todo.pop()
         if name == b"..":
             at = at[:-1]
             continue
-        full = os.path.join(top, *at, name)
-        try:
-            info = os.lstat(full)
-        except FileNotFoundError:
-            return None
-        if stat.S_ISDIR(info.st_mode):
-            at = at + [name]
-        elif not todo:
-            return full
-        elif stat.S_ISLNK(info.st_mode):
+        place = at + (name,)
+        full = look(place)
+        mode = os.lstat(full).st_mode
+        if stat.S_ISDIR(mode) or not (todo or last):
+            at = place
+        elif stat.S_ISLNK(mode):
             links += 1
             if links > MAX_LINKS:
-                return None
-            link = os.readlink(full)
-            if link.startswith(b"/"):
-                at = []
-            todo.extend(reversed(names_of(link)))
+                raise Circle
+            target = os.readlink(full)
+            if target.startswith(b"/"):
+                at = ()
+            todo.extend(reversed(names_of(target)))
         else:
-            return None
-    return None
+            raise Refused
+    return at
+
+
+def file_at(target, look):
+    """The full path of what a hardlink's target names. None for a directory, or for nothing."""
+    try:
+        full = look(follow(names_of(target), look))
+    except Refused:
+        return None
+    return None if stat.S_ISDIR(os.lstat(full).st_mode) else full
 
 
 def entry_of(full, path=b""):

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
-use crate::support::{Sandbox, Tar, missing, sample};
+use crate::support::{Sandbox, Tar, missing, sample, words};
 
 /// Fails with a message that has each of these words; the files in the directory are what they
 /// were.
@@ -100,13 +100,7 @@ fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
     sandbox.ok(&["create", "-b", "viewed.bcow", "--fs=ext4", "ext4.bcow"]);
     // With another digest than the other images.
     sandbox.ok(&["convert", "--compress=none", "sample.tar", "digested.bcow"]);
-    sandbox.ok(&[
-        "create",
-        "-b",
-        "digested.bcow",
-        "--by-digest",
-        "by-digest.bcow",
-    ]);
+    sandbox.ok(&words("create -b digested.bcow --by-digest by-digest.bcow"));
     sandbox.write("letter.txt", b"precious");
     std::os::unix::fs::symlink("base.bcow", sandbox.path("link.bcow")).unwrap();
     for (destination, why) in [
@@ -426,12 +420,7 @@ fn files_of_a_containerd_cache_follow_the_umask() {
 #[test]
 fn kept_files_of_a_containerd_cache_are_reported_as_they_are() {
     let sandbox = image_in_layers();
-    let convert = [
-        "convert",
-        "--json",
-        "oci:source:x",
-        "containerd-cache:cache",
-    ];
+    let convert = words("convert --json oci:source:x containerd-cache:cache");
     let layers = cached_layers(&sandbox.ok(&convert));
     let sizes = |layers: &[Value]| -> Vec<u64> {
         let sizes = layers.iter().map(|layer| layer["file_bytes"].as_u64());

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::support::{Sandbox, Tar, noise, snapshot};
+use crate::support::{Sandbox, Tar, noise, snapshot, words};
 
 fn inspect(sandbox: &Sandbox, name: &str) -> Value {
     serde_json::from_slice(&sandbox.ok(&["inspect", "--json", name])).unwrap()
@@ -109,13 +109,9 @@ fn damaged_files_beyond_the_limit_are_counted() {
         archive = archive.file(&format!("{number}"), &content);
     }
     sandbox.write("many.tar", &archive.finish());
-    sandbox.ok(&[
-        "convert",
-        "--compress=none",
-        "--block-size=4K",
-        "tar:many.tar",
-        "many.bcow",
-    ]);
+    sandbox.ok(&words(
+        "convert --compress=none --block-size=4K tar:many.tar many.bcow",
+    ));
     let at = find(&sandbox, "many.bcow", &content[..64]);
     flip(&sandbox, "many.bcow", at);
     let output = sandbox.run(&["fsck", "--data", "--json", "many.bcow"]);

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use serde_json::Value;
 
 use crate::mount::Place;
-use crate::support::{Sandbox, is_root, noise, snapshot};
+use crate::support::{Sandbox, is_root, noise, snapshot, words};
 
 /// Damages the content of `usr/bin/su`, which is `usr/bin/sudo` too.
 fn damage_su(sandbox: &Sandbox) {
@@ -122,14 +122,9 @@ fn error_in_a_mount_is_found_with_image_mountpoint_paths_place_and_cause() {
 #[test]
 fn lack_of_room_is_counted_and_logged_once() {
     let Some(place) = Place::new() else { return };
-    place.0.ok(&[
-        "mount",
-        "--upper=upper",
-        "--size-limit=1M",
-        "--log-file=log",
-        "image.bcow",
-        "mnt",
-    ]);
+    place.0.ok(&words(
+        "mount --upper=upper --size-limit=1M --log-file=log image.bcow mnt",
+    ));
     let file = fs::File::create(place.file("big")).unwrap();
     file.write_all_at(&noise(2 << 20), 0).unwrap_err();
     let filled = count(&statistics(&place)["errors"], "no-space");
@@ -414,13 +409,7 @@ fn extract_with_keep_going_names_damaged_files_and_extracts_the_rest() {
         ),
         "{shown}"
     );
-    let args = [
-        "extract",
-        "--keep-going",
-        "--no-same-owner",
-        "image.bcow",
-        "all",
-    ];
+    let args = words("extract --keep-going --no-same-owner image.bcow all");
     let output = sandbox.run(&args);
     let shown = crate::support::show(&args, &output);
     assert_eq!(output.status.code(), Some(1), "{shown}");
@@ -573,13 +562,7 @@ fn advice_about_a_damaged_layer_mends_the_layout() {
     let sandbox = Sandbox::new();
     sandbox.write("sample.tar", &crate::support::sample());
     sandbox.layout("source", "x", &["sample.tar"]);
-    let convert = [
-        "convert",
-        "--compress=none",
-        "--block-size=4K",
-        "oci:source:x",
-        "oci:store:x",
-    ];
+    let convert = words("convert --compress=none --block-size=4K oci:source:x oci:store:x");
     sandbox.ok(&convert);
     let check = ["fsck", "--data", "oci:store:x"];
     sandbox.ok(&check);
@@ -625,13 +608,7 @@ fn advice_about_a_damaged_layer_mends_the_layout() {
     fs::remove_file(sandbox.path(&layer)).unwrap();
     let shown = sandbox.shown(&check);
     assert!(!shown.contains("remove it"), "{shown}");
-    let args = [
-        "extract",
-        "--keep-going",
-        "--no-same-owner",
-        "oci:store:x",
-        "less",
-    ];
+    let args = words("extract --keep-going --no-same-owner oci:store:x less");
     let less = crate::support::show(&args, &sandbox.run(&args));
     assert!(less.contains("/var/data in oci:store:x\n"), "{less}");
     assert!(less.ends_with("--- exit status 1\n"), "{less}");

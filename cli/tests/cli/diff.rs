@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::support::{Entry, Sandbox, Tar, noise, snapshot};
+use crate::support::{Entry, Sandbox, Tar, noise, snapshot, words};
 
 fn image(sandbox: &Sandbox, name: &str, tar: Tar, options: &[&str]) {
     let archive = format!("{name}.tar");
@@ -155,14 +155,9 @@ fn content_in_one_place_is_not_read() {
 fn trouble_is_something_else_than_a_difference() {
     let sandbox = Sandbox::with_image();
     sandbox.write("no-image", b"nothing of the kind");
-    sandbox.ok(&[
-        "convert",
-        "-q",
-        "sample.tar",
-        "--compress=none",
-        "--block-size=4K",
-        "damaged.bcow",
-    ]);
+    sandbox.ok(&words(
+        "convert -q sample.tar --compress=none --block-size=4K damaged.bcow",
+    ));
     let needle = &noise(10_000)[..64];
     sandbox.patch("damaged.bcow", |file| {
         let at = file
@@ -176,13 +171,7 @@ fn trouble_is_something_else_than_a_difference() {
         sandbox.shown(&["diff", "no-such-file", "image.bcow"]),
         sandbox.shown(&["diff", "image.bcow", "damaged.bcow"]),
         sandbox.shown(&["diff", "image.bcow"]),
-        sandbox.shown(&[
-            "diff",
-            "--content",
-            "--metadata",
-            "image.bcow",
-            "image.bcow",
-        ]),
+        sandbox.shown(&words("diff --content --metadata image.bcow image.bcow")),
         // What is not read cannot be found damaged.
         sandbox.shown(&["diff", "--metadata", "image.bcow", "damaged.bcow"]),
     ];
@@ -283,14 +272,7 @@ fn the_image_of_a_disk_is_found_where_the_command_line_names_it() {
         let layer = format!("layer-of-{disk}");
         sandbox.ok(&["commit", "-q", image, "--upper", disk, &layer]);
     }
-    let shown = sandbox.shown(&[
-        "create",
-        "-s512M",
-        "--fs=ext4",
-        "-b",
-        "oci:layout:x",
-        "new.bcow",
-    ]);
+    let shown = sandbox.shown(&words("create -s512M --fs=ext4 -b oci:layout:x new.bcow"));
     assert!(
         shown.contains("an ext4 of 512 MiB is too small for the image, which needs "),
         "{shown}"

@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 
 use crate::errors::all_shown;
-use crate::support::{Sandbox, is_root, missing, noise, snapshot};
+use crate::support::{Sandbox, is_root, missing, noise, snapshot, words};
 
 /// `base.bcow` sealed, `disk.bcow` over it with two changes of its own.
 fn chain() -> Sandbox {
@@ -60,14 +60,9 @@ fn a_backing_by_digest_that_is_over_a_name_is_refused() {
     };
     refused(&["create", "-b", "named.bcow", "--by-digest", "new.bcow"]);
     refused(&["rebase", "disk.bcow", "-b", "named.bcow", "--by-digest"]);
-    refused(&[
-        "rebase",
-        "--unsafe",
-        "disk.bcow",
-        "-b",
-        "named.bcow",
-        "--by-digest",
-    ]);
+    refused(&words(
+        "rebase --unsafe disk.bcow -b named.bcow --by-digest",
+    ));
     assert!(!sandbox.path("new.bcow").exists());
     // A disk that another version made.
     let digest = bcow_oci::Digest::of(&sandbox.read("named.bcow"));

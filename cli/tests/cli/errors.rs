@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use bcow::format::crc32c;
 
-use crate::support::{Sandbox, Tar, sample, snapshot};
+use crate::support::{Sandbox, Tar, sample, snapshot, words};
 
 /// Changes a field of both header slots and makes their checksums right again.
 fn patch_header(sandbox: &Sandbox, name: &str, offset: usize, bytes: &[u8]) {
@@ -42,14 +42,7 @@ fn invalid_command_lines() {
             &["export", "image.bcow", "--to=oci:"],
             &["export", "image.bcow", "--to=oci:layout:x", "-o", "x"],
             &["export", "image.bcow", "--to=oci:layout", "--compress=lz4"],
-            &[
-                "export",
-                "image.bcow",
-                "--to=tar",
-                "-o",
-                "x",
-                "--compress=gzip"
-            ],
+            &words("export image.bcow --to=tar -o x --compress=gzip"),
             &["map", "--start=4Q", "image.bcow"],
             &["map", "--start=1T", "image.bcow"],
             &["completions", "tcsh"],
@@ -210,12 +203,7 @@ fn convert_from_invalid_sources() {
             &["convert", "out.tar", "x.bcow"],
             &["convert", "link.tar", "x.bcow"],
             &["convert", "--max-entries=5", "sample.tar", "x.bcow"],
-            &[
-                "convert",
-                "--max-entries=2147483649",
-                "sample.tar",
-                "x.bcow"
-            ],
+            &words("convert --max-entries=2147483649 sample.tar x.bcow"),
             &["convert", "--max-size=100K", "sample.tar", "x.bcow"],
         ]
     ));
@@ -239,13 +227,7 @@ fn convert_with_invalid_options() {
             &["convert", "--block-size=5K", "sample.tar", "x.bcow"],
             &["convert", "--compress=lz4", "sample.tar", "x.bcow"],
             &["convert", "--compress=zstd:99", "sample.tar", "x.bcow"],
-            &[
-                "convert",
-                "--plain",
-                "--compress=zstd",
-                "sample.tar",
-                "x.bcow",
-            ],
+            &words("convert --plain --compress=zstd sample.tar x.bcow"),
             &["convert", "-j0", "sample.tar", "x.bcow"],
         ],
     );

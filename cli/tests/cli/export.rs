@@ -150,32 +150,6 @@ fn two_layers(sandbox: &Sandbox) {
 }
 
 #[test]
-fn an_image_in_an_oci_layout_goes_out_and_in_again() {
-    let sandbox = Sandbox::new();
-    two_layers(&sandbox);
-    sandbox.ok(&["convert", "-q", "oci:layers:two", "flat.bcow"]);
-    sandbox.ok(&["convert", "-q", "oci:layers:two", "oci:stack:two"]);
-    for (image, name) in [("flat.bcow", "one"), ("oci:stack:two", "two")] {
-        for compress in ["gzip", "zstd:5", "none"] {
-            let compress = format!("--compress={compress}");
-            let to = format!("--to=oci:out:{name}");
-            sandbox.ok(&["export", image, &to, &compress]);
-            let out = format!("oci:out:{name}");
-            sandbox.ok(&["convert", "-q", &out, "again.bcow"]);
-            sandbox.ok(&["diff", "flat.bcow", "again.bcow"]);
-        }
-    }
-    snapshot!(sandbox.shown(&[
-        "export",
-        "oci:stack:two",
-        "--to=oci:out:two",
-        "--compress=none"
-    ]));
-    let index: serde_json::Value = serde_json::from_slice(&sandbox.read("out/index.json")).unwrap();
-    assert_eq!(index["manifests"].as_array().unwrap().len(), 2);
-}
-
-#[test]
 fn a_layer_on_its_own_is_exported_as_a_layer() {
     let sandbox = Sandbox::new();
     two_layers(&sandbox);

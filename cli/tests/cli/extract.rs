@@ -1,53 +1,21 @@
 //! What `bcow extract` makes, and what it does not.
 
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use crate::support::{Entry, Sandbox, Tar, is_root, noise, snapshot};
+use crate::support::{Entry, Sandbox, Tar, is_root, noise, snapshot, words};
 
 fn metadata(sandbox: &Sandbox, name: &str) -> std::fs::Metadata {
     std::fs::symlink_metadata(sandbox.path(name)).unwrap()
 }
 
+/// The tests of `bcow-erofs` compare all other attributes, and the content.
 #[test]
-fn extracted_tree_equals_the_archive() {
+fn extracted_files_have_their_extended_attributes() {
     let sandbox = Sandbox::with_image();
-    let output = sandbox.run(&["extract", "image.bcow", "out"]);
-    assert!(output.status.success());
-
-    assert_eq!(sandbox.read("out/etc/motd"), b"Welcome.\n");
-    assert!(sandbox.read("out/var/data") == noise(100_000));
-    assert_eq!(
-        std::fs::read_link(sandbox.path("out/bin")).unwrap(),
-        Path::new("usr/bin")
-    );
-    assert!(metadata(&sandbox, "out/pipe").file_type().is_fifo());
-    assert_eq!(
-        metadata(&sandbox, "out/pipe").permissions().mode() & 0o7777,
-        0o600
-    );
-    let odd = std::ffi::OsStr::from_bytes(b"out/etc/odd \x1b[31m\nname\xff");
-    assert_eq!(std::fs::read(sandbox.path(odd)).unwrap(), b"odd\n");
-
+    sandbox.ok(&["extract", "image.bcow", "out"]);
+    let mode = if is_root() { 0o4755 } else { 0o755 };
     let su = metadata(&sandbox, "out/usr/bin/su");
-    assert_eq!((su.mtime(), su.mtime_nsec()), (1_600_000_000, 123_456_789));
-    assert_eq!(su.nlink(), 2);
-    assert_eq!(su.ino(), metadata(&sandbox, "out/usr/bin/sudo").ino());
-    for directory in ["out", "out/etc", "out/usr/bin"] {
-        let metadata = metadata(&sandbox, directory);
-        let time = (metadata.mtime(), metadata.mtime_nsec());
-        assert_eq!(time, (1_700_000_000, 250_000_000), "{directory}");
-    }
-    if is_root() {
-        assert_eq!(su.permissions().mode() & 0o7777, 0o4755);
-        assert_eq!((su.uid(), su.gid()), (0, 42));
-        let null = metadata(&sandbox, "out/dev/null");
-        assert!(null.file_type().is_char_device());
-        assert_eq!(null.rdev(), 0x103);
-    } else {
-        assert_eq!(su.permissions().mode() & 0o7777, 0o755);
-    }
+    assert_eq!(su.permissions().mode() & 0o7777, mode);
     let mut note = [0; 16];
     match rustix::fs::getxattr(sandbox.path("out/usr/bin/su"), "user.note", &mut note[..]) {
         Ok(length) => assert_eq!(note[..length], *b"\x00\n\xff"),
@@ -60,14 +28,6 @@ fn a_directory_of_the_image_becomes_the_destination() {
     let sandbox = Sandbox::with_image();
     snapshot!(sandbox.shown(&["extract", "image.bcow", "/usr", "usr"]));
     assert!(sandbox.read("usr/bin/sudo") == noise(10_000));
-}
-
-#[test]
-fn a_file_of_the_image_comes_into_the_destination() {
-    let sandbox = Sandbox::with_image();
-    std::fs::create_dir(sandbox.path("here")).unwrap();
-    sandbox.ok(&["extract", "image.bcow", "bin/su", "here"]);
-    assert!(sandbox.read("here/su") == noise(10_000));
 }
 
 #[test]
@@ -93,31 +53,6 @@ fn holes_stay_holes() {
     assert_eq!(metadata.len(), 8 << 20);
     assert!(metadata.blocks() * 512 <= 64 << 10, "{}", metadata.blocks());
     assert_eq!(sandbox.read("out/sparse")[1 << 20..][..5], *b"data\n");
-}
-
-#[test]
-fn extract_does_not_follow_an_existing_link() {
-    let sandbox = Sandbox::with_image();
-    std::fs::create_dir(sandbox.path("outside")).unwrap();
-    std::fs::create_dir(sandbox.path("out")).unwrap();
-    symlink(sandbox.path("outside"), sandbox.path("out/etc")).unwrap();
-    let output = sandbox.run(&["extract", "image.bcow", "out"]);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(
-        std::fs::read_dir(sandbox.path("outside"))
-            .unwrap()
-            .next()
-            .is_none()
-    );
-
-    sandbox.ok(&["extract", "--force", "image.bcow", "out"]);
-    assert!(
-        std::fs::read_dir(sandbox.path("outside"))
-            .unwrap()
-            .next()
-            .is_none()
-    );
-    assert!(metadata(&sandbox, "out/etc").is_dir());
 }
 
 #[test]
@@ -211,24 +146,11 @@ fn ordinary_user_gets_files_without_privileged_attributes() {
         });
     sandbox.write("odd.tar", &tar.finish());
     sandbox.ok(&["convert", "odd.tar", "odd.bcow"]);
+    sandbox.open_to_others();
     let open = std::fs::Permissions::from_mode(0o777);
     std::fs::set_permissions(sandbox.path(""), open).unwrap();
-    // The binary's own directories may be closed to others. Another process copies it: a descriptor
-    // of ours, open for writing, could be inherited by another test's child, and then the copy is
-    // "busy".
-    let copied = std::process::Command::new("cp")
-        .arg(env!("CARGO_BIN_EXE_bcow"))
-        .arg(sandbox.path("bcow"))
-        .status()
-        .unwrap();
-    assert!(copied.success());
     let args = ["extract", "odd.bcow", "out"];
-    let output = std::process::Command::new("setpriv")
-        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "./bcow"])
-        .args(args)
-        .current_dir(sandbox.path(""))
-        .output()
-        .unwrap();
+    let output = sandbox.command_as(65534, &args).output().unwrap();
     snapshot!(crate::support::show(&args, &output));
     let capable = metadata(&sandbox, "out/capable");
     assert_eq!(capable.permissions().mode() & 0o7777, 0o711);
@@ -244,14 +166,9 @@ fn ordinary_user_gets_files_without_privileged_attributes() {
 #[test]
 fn root_may_leave_owners_and_attributes_out() {
     let sandbox = Sandbox::with_image();
-    sandbox.ok(&[
-        "extract",
-        "--no-same-owner",
-        "--no-xattrs",
-        "image.bcow",
-        "usr",
-        "out",
-    ]);
+    sandbox.ok(&words(
+        "extract --no-same-owner --no-xattrs image.bcow usr out",
+    ));
     let su = metadata(&sandbox, "out/bin/su");
     assert_eq!(su.permissions().mode() & 0o7777, 0o755);
     assert_eq!(su.gid(), rustix::process::getegid().as_raw());

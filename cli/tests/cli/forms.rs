@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::support::{Sandbox, Tar, noise, sample};
+use crate::support::{Sandbox, Tar, noise, sample, words};
 
 /// `image.bcow` as `convert` makes it by default, of a tree with content of several megabytes.
 fn image() -> Sandbox {
@@ -359,11 +359,9 @@ fn oci_archive_has_the_content_of_the_layout() {
     // One in BCoW form, of layers. In a directory that is a layout, its blobs are not taken for the
     // archive's.
     sandbox.ok(&["convert", "oci-archive:out.tar:v1", "oci:layout:x"]);
-    sandbox.ok(&[
-        "convert",
-        "oci-archive:out.tar:v1",
-        "oci-archive:layout/bcow.tar:x",
-    ]);
+    sandbox.ok(&words(
+        "convert oci-archive:out.tar:v1 oci-archive:layout/bcow.tar:x",
+    ));
     let text = sandbox.ok(&["export", "oci:layout:x", "--to=oci:plain:x"]);
     assert_eq!(text, b"");
     let members = sandbox.read("layout/bcow.tar").len();

@@ -5,7 +5,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::support::{Sandbox, noise, sample, snapshot};
+use crate::support::{Sandbox, noise, sample, snapshot, words};
 
 fn json(bytes: &[u8]) -> Value {
     serde_json::from_slice(bytes).unwrap()
@@ -23,26 +23,18 @@ fn convert_reports_in_one_line() {
 fn convert_reports_in_json() {
     let sandbox = Sandbox::new();
     sandbox.write("sample.tar", &sample());
-    snapshot!(sandbox.shown(&[
-        "convert",
-        "--compress=none",
-        "--json",
-        "sample.tar",
-        "image.bcow"
-    ]));
+    snapshot!(sandbox.shown(&words(
+        "convert --compress=none --json sample.tar image.bcow"
+    )));
 }
 
 #[test]
 fn convert_reads_standard_input_and_gives_the_same_image() {
     let sandbox = Sandbox::with_image();
     let mut child = sandbox
-        .command(&[
-            "convert",
-            "--compress=none",
-            "--block-size=4096",
-            "tar:-",
-            "piped.bcow",
-        ])
+        .command(&words(
+            "convert --compress=none --block-size=4096 tar:- piped.bcow",
+        ))
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .spawn()
@@ -171,13 +163,9 @@ fn cat_gives_the_bytes_of_files_one_behind_the_other() {
     let mut expected = b"Welcome.\n".to_vec();
     expected.extend(noise(100_000));
     expected.extend([0; 300_000]);
-    let cat = sandbox.ok(&[
-        "cat",
-        "image.bcow",
-        "etc/motd",
-        "/var/same",
-        "./var/../var/zeros",
-    ]);
+    let cat = sandbox.ok(&words(
+        "cat image.bcow etc/motd /var/same ./var/../var/zeros",
+    ));
     assert!(cat == expected);
 }
 

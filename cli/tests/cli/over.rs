@@ -4,7 +4,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use crate::support::{Entry, Sandbox, Tar, noise};
+use crate::support::{Entry, Sandbox, Tar, noise, words};
 
 /// An image, `merged.bcow` and `layer.bcow` of changes over it, and `flat.bcow` that shows the same
 /// as the first.
@@ -59,13 +59,9 @@ fn image_over_another_opens_beside_it() {
     let out = elsewhere.ok(&["cat".as_ref(), image.as_os_str(), "/large".as_ref()]);
     assert_eq!(out, noise(300_000));
     // An image over an image over an image, and a disk over that.
-    sandbox.ok(&[
-        "commit",
-        "merged.bcow",
-        "--upper=upper",
-        "--merge",
-        "third.bcow",
-    ]);
+    sandbox.ok(&words(
+        "commit merged.bcow --upper=upper --merge third.bcow",
+    ));
     fs::remove_dir_all(sandbox.path("upper/.bcow")).ok();
     assert_eq!(shown(&sandbox, "third.bcow"), noise(300_000));
     sandbox.ok(&["create", "-b", "third.bcow", "disk.bcow"]);
@@ -235,12 +231,7 @@ fn layers_are_shown_on_top_of_their_image() {
     fs::create_dir(sandbox.path("away")).unwrap();
     fs::rename(sandbox.path("two.bcow"), sandbox.path("away/two.bcow")).unwrap();
     fs::rename(sandbox.path("base.bcow"), sandbox.path("renamed.bcow")).unwrap();
-    let moved = [
-        "cat",
-        "renamed.bcow",
-        "--layer=one.bcow",
-        "--layer=away/two.bcow",
-    ];
+    let moved = words("cat renamed.bcow --layer=one.bcow --layer=away/two.bcow");
     assert_eq!(
         sandbox.ok(&[&moved[..], &["/large"]].concat()),
         noise(300_000)
@@ -282,13 +273,7 @@ fn layers_are_written_as_oci_layers_and_archives() {
     let direct = sandbox.ok(&[&changes[..], &["tar:-"]].concat());
     let layer = sandbox.ok(&["export", "two.bcow", "--to=tar", "-o", "-"]);
     assert_eq!(direct, layer);
-    sandbox.ok(&[
-        "export",
-        "base.bcow",
-        "--layer=one.bcow",
-        "--to",
-        "oci:out:x",
-    ]);
+    sandbox.ok(&words("export base.bcow --layer=one.bcow --to oci:out:x"));
     sandbox.ok(&["convert", "oci:out:x", "back.bcow"]);
     assert_eq!(sandbox.ok(&["diff", "back.bcow", "merged.bcow"]), b"");
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use bcow_oci::Digest;
 
-use crate::support::{Sandbox, Tar, settings, show};
+use crate::support::{Sandbox, Tar, settings, show, words};
 
 /// A layout `src` with an ordinary image `x` of three layers.
 fn ordinary() -> Sandbox {
@@ -228,13 +228,7 @@ fn commands_that_need_a_missing_layer_name_it_and_others_go_on() {
     let text = String::from_utf8(inspected.stdout).unwrap();
     assert!(text.contains("  missing\n"), "{text}");
 
-    let cat = [
-        "cat",
-        "--store=src",
-        "--store=store",
-        "oci:img:x",
-        "etc/hostname",
-    ];
+    let cat = words("cat --store=src --store=store oci:img:x etc/hostname");
     assert_eq!(sandbox.ok(&cat), b"upper\n");
     let mut by_environment = sandbox.command(&["cat", "oci:img:x", "etc/hostname"]);
     by_environment.env("BCOW_STORE", "src:store");

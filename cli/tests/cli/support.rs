@@ -9,6 +9,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use bcow_testkit::tar;
 use rustix::process::{getegid, geteuid};
 use serde_json::json;
 
@@ -36,13 +37,9 @@ impl Sandbox {
     fn with_image_of(archive: &[u8]) -> Self {
         let sandbox = Sandbox::new();
         sandbox.write("sample.tar", archive);
-        sandbox.ok(&[
-            "convert",
-            "--compress=none",
-            "--block-size=4K",
-            "tar:sample.tar",
-            "image.bcow",
-        ]);
+        sandbox.ok(&words(
+            "convert --compress=none --block-size=4K tar:sample.tar image.bcow",
+        ));
         sandbox
     }
 
@@ -211,6 +208,11 @@ impl Sandbox {
     }
 }
 
+/// The arguments of a command line, none of which has a space in it.
+pub fn words(line: &str) -> Vec<&str> {
+    line.split(' ').collect()
+}
+
 /// Command line, outputs and exit status as one text.
 pub fn show(args: &[&str], output: &Output) -> String {
     let mut text = format!("$ bcow {}\n", args.join(" "));
@@ -262,7 +264,7 @@ pub fn settings() -> insta::Settings {
 /// A tar archive in the making.
 #[derive(Default)]
 pub struct Tar {
-    bytes: Vec<u8>,
+    tar: tar::Tar,
     /// Who has the entries of user or group 0.
     root: (u32, u32),
 }
@@ -303,19 +305,17 @@ impl Tar {
     }
 
     pub fn add(mut self, entry: Entry<'_>) -> Self {
-        let mut pax = Vec::new();
-        pax.extend(record("mtime", entry.time.as_bytes()));
-        for (name, value) in entry.xattrs {
-            pax.extend(record(&format!("SCHILY.xattr.{name}"), value));
-        }
-        let header = Entry {
-            name: b"pax",
-            kind: b'x',
-            data: &pax,
-            ..Entry::default()
-        };
-        self.raw(&header);
-        self.raw(&entry);
+        let mut records = vec![("mtime".to_owned(), entry.time.as_bytes())];
+        let xattrs = entry.xattrs.iter();
+        records.extend(xattrs.map(|&(name, value)| (format!("SCHILY.xattr.{name}"), value)));
+        let or_root = |id, root| u64::from(if id == 0 { root } else { id });
+        let mut header = tar::Header::new(entry.name, entry.kind).link(entry.target);
+        header.size = entry.data.len() as u64;
+        header.mode = entry.mode;
+        header.uid = or_root(entry.owner.0, self.root.0);
+        header.gid = or_root(entry.owner.1, self.root.1);
+        header.device = entry.device;
+        self.tar = self.tar.pax(&records).entry(&header, entry.data);
         self
     }
 
@@ -357,85 +357,19 @@ impl Tar {
 
     /// A file whose name is too long for the header.
     pub fn long(mut self, name: &str, data: &[u8]) -> Self {
-        self.raw(&Entry {
-            name: b"pax",
-            kind: b'x',
-            data: &record("path", name.as_bytes()),
-            ..Entry::default()
-        });
-        self.raw(&Entry {
-            name: b"long",
-            data,
-            ..Entry::default()
-        });
+        self.tar = self.tar.pax(&[("path", name)]).file("long", data);
         self
     }
 
     /// A file in GNU tar's sparse format 1.0: `records` say so, `data` begins with the map.
     pub fn sparse(mut self, name: &str, records: &[(&str, &str)], data: &[u8]) -> Self {
-        let pax: Vec<u8> = records
-            .iter()
-            .flat_map(|(key, value)| record(key, value.as_bytes()))
-            .collect();
-        self.raw(&Entry {
-            name: b"pax",
-            kind: b'x',
-            data: &pax,
-            ..Entry::default()
-        });
-        self.raw(&Entry {
-            name: name.as_bytes(),
-            data,
-            ..Entry::default()
-        });
+        self.tar = self.tar.pax(records).file(name, data);
         self
     }
 
-    pub fn finish(mut self) -> Vec<u8> {
-        self.bytes.extend([0; 1024]);
-        self.bytes
+    pub fn finish(self) -> Vec<u8> {
+        self.tar.done()
     }
-
-    fn raw(&mut self, entry: &Entry<'_>) {
-        let or_root = |id, root| if id == 0 { root } else { id };
-        let owner = or_root(entry.owner.0, self.root.0);
-        let group = or_root(entry.owner.1, self.root.1);
-        let mut header = [0; 512];
-        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
-        put(0, entry.name);
-        put(100, format!("{:07o}", entry.mode).as_bytes());
-        put(108, format!("{owner:07o}").as_bytes());
-        put(116, format!("{group:07o}").as_bytes());
-        put(124, format!("{:011o}", entry.data.len()).as_bytes());
-        let seconds = entry.time.split('.').next().unwrap();
-        let seconds: u64 = seconds.parse().unwrap_or(0);
-        put(136, format!("{seconds:011o}").as_bytes());
-        put(148, b"        ");
-        put(156, &[entry.kind]);
-        put(157, entry.target);
-        put(257, b"ustar\x0000");
-        put(329, format!("{:07o}", entry.device.0).as_bytes());
-        put(337, format!("{:07o}", entry.device.1).as_bytes());
-        let sum: u32 = header.iter().map(|&b| u32::from(b)).sum();
-        header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
-        self.bytes.extend(header);
-        self.bytes.extend(entry.data);
-        let padding = entry.data.len().next_multiple_of(512) - entry.data.len();
-        self.bytes.extend(vec![0; padding]);
-    }
-}
-
-/// A PAX record; its length counts its own digits.
-fn record(key: &str, value: &[u8]) -> Vec<u8> {
-    let rest = key.len() + value.len() + 3;
-    let mut length = rest + 1;
-    while length != rest + length.to_string().len() {
-        length = rest + length.to_string().len();
-    }
-    let mut bytes = format!("{length} {key}=").into_bytes();
-    bytes.extend(value);
-    bytes.push(b'\n');
-    bytes
 }
 
 /// Bytes that do not compress, the same each time.

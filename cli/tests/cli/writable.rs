@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::diagnostics::statistics;
 use crate::mount::Place;
-use crate::support::{Sandbox, is_root, missing, noise, snapshot};
+use crate::support::{Sandbox, is_root, missing, noise, snapshot, words};
 
 impl Place {
     /// The process that serves the mount.
@@ -339,43 +339,14 @@ fn failed_writable_mount_has_a_reason() {
     let mut shown: Vec<_> = [
         &["mount", "-o", "rw", "image.bcow", "mnt"][..],
         &["mount", "--size-limit=1G", "image.bcow", "mnt"],
-        &[
-            "mount",
-            "--upper=upper",
-            "--sync=batch",
-            "image.bcow",
-            "mnt",
-        ],
-        &[
-            "mount",
-            "--upper=upper",
-            "--sync=batch=0",
-            "image.bcow",
-            "mnt",
-        ],
-        &[
-            "mount",
-            "--upper=upper",
-            "--sketch=thin",
-            "image.bcow",
-            "mnt",
-        ],
-        &[
-            "mount",
-            "--upper=upper",
-            "--size-limit=many",
-            "image.bcow",
-            "mnt",
-        ],
+        &words("mount --upper=upper --sync=batch image.bcow mnt"),
+        &words("mount --upper=upper --sync=batch=0 image.bcow mnt"),
+        &words("mount --upper=upper --sketch=thin image.bcow mnt"),
+        &words("mount --upper=upper --size-limit=many image.bcow mnt"),
         &["mount", "--cpus=1-", "image.bcow", "mnt"],
         &["mount", "--cpus=1023", "image.bcow", "mnt"],
         &["mount", "--metrics=nowhere", "image.bcow", "mnt"],
-        &[
-            "mount",
-            "--metrics=unix:missing/socket",
-            "image.bcow",
-            "mnt",
-        ],
+        &words("mount --metrics=unix:missing/socket image.bcow mnt"),
         &["mount", "--upper=mnt", "image.bcow", "mnt"],
         &["mount", "--upper=mnt/inside", "image.bcow", "mnt"],
         &["mount", "--upper=around", "image.bcow", "around/mnt"],
@@ -414,13 +385,7 @@ fn without_chance(place: &Place, text: &str) -> String {
 #[test]
 fn limit_is_kept_and_space_comes_back() {
     let Some(place) = Place::new() else { return };
-    let mount = [
-        "mount",
-        "--upper=upper",
-        "--size-limit=1M",
-        "image.bcow",
-        "mnt",
-    ];
+    let mount = words("mount --upper=upper --size-limit=1M image.bcow mnt");
     place.0.ok(&mount);
     // The upper's own directories and files count, as in du(1).
     let stored = || {
@@ -450,13 +415,9 @@ fn limit_is_kept_and_space_comes_back() {
 #[test]
 fn statistics_are_for_people_and_for_programs() {
     let Some(place) = Place::new() else { return };
-    place.0.ok(&[
-        "mount",
-        "--upper=upper",
-        "--sync=batch=8",
-        "image.bcow",
-        "mnt",
-    ]);
+    place
+        .0
+        .ok(&words("mount --upper=upper --sync=batch=8 image.bcow mnt"));
     let mut motd = fs::File::options()
         .append(true)
         .open(place.file("etc/motd"))
@@ -516,13 +477,9 @@ fn statistics_are_for_people_and_for_programs() {
 #[test]
 fn metrics_are_served_while_it_is_mounted() {
     let Some(place) = Place::new() else { return };
-    place.0.ok(&[
-        "mount",
-        "--upper=upper",
-        "--metrics=unix:metrics",
-        "image.bcow",
-        "mnt",
-    ]);
+    place.0.ok(&words(
+        "mount --upper=upper --metrics=unix:metrics image.bcow mnt",
+    ));
     let socket = place.0.path("metrics");
     assert_eq!(fs::metadata(&socket).unwrap().mode() & 0o777, 0o600);
     let mut client = UnixStream::connect(&socket).unwrap();

@@ -8,7 +8,7 @@ use std::io::Read;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use bcow_testkit::{has_program, lacks, make_erofs, noise};
@@ -30,6 +30,16 @@ struct Place {
 }
 
 impl Place {
+    /// `None` where nothing can be mounted.
+    fn root() -> Option<Self> {
+        (!lacks_mounts()).then(|| Place::new(User::Root))
+    }
+
+    /// The place of an ordinary user.
+    fn user() -> Option<Self> {
+        (!lacks_user_mounts()).then(|| Place::new(User::Ordinary))
+    }
+
     fn new(user: User) -> Self {
         let directory = TempDir::new().unwrap();
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -164,25 +174,8 @@ fn lacks_user_mounts() -> bool {
 }
 
 #[test]
-fn mount_is_ready_when_the_command_returns() {
-    if lacks_mounts() {
-        return;
-    }
-    let place = Place::new(User::Root);
-    let daemon = place.mount();
-    assert_eq!(
-        fs::read(place.mountpoint().join("file")).unwrap(),
-        noise(1, 1_000_000)
-    );
-    assert!(daemon.runs());
-}
-
-#[test]
 fn daemon_holds_neither_terminal_nor_directory_nor_callers_files() {
-    if lacks_mounts() {
-        return;
-    }
-    let place = Place::new(User::Root);
+    let Some(place) = Place::root() else { return };
     // A file that is open in the caller and would be inherited, such as a lock.
     let held = File::create(place.at("lock")).unwrap();
     rustix::io::fcntl_setfd(&held, rustix::io::FdFlags::empty()).unwrap();
@@ -207,10 +200,7 @@ fn daemon_holds_neither_terminal_nor_directory_nor_callers_files() {
 
 #[test]
 fn daemon_ends_when_somebody_unmounts() {
-    if lacks_mounts() {
-        return;
-    }
-    let place = Place::new(User::Root);
+    let Some(place) = Place::root() else { return };
     let daemon = place.mount();
     rustix::mount::unmount(place.mountpoint(), UnmountFlags::empty()).unwrap();
     assert!(daemon.has_ended());
@@ -218,11 +208,8 @@ fn daemon_ends_when_somebody_unmounts() {
 
 #[test]
 fn sigterm_and_sigint_unmount() {
-    if lacks_mounts() {
-        return;
-    }
     for signal in [Signal::TERM, Signal::INT] {
-        let place = Place::new(User::Root);
+        let Some(place) = Place::root() else { return };
         let daemon = place.mount();
         daemon.signal(signal);
         assert!(daemon.has_ended());
@@ -232,10 +219,7 @@ fn sigterm_and_sigint_unmount() {
 
 #[test]
 fn daemon_ignores_sighup() {
-    if lacks_mounts() {
-        return;
-    }
-    let place = Place::new(User::Root);
+    let Some(place) = Place::root() else { return };
     let daemon = place.mount();
     daemon.signal(Signal::HUP);
     daemon.signal(Signal::HUP);
@@ -245,10 +229,7 @@ fn daemon_ignores_sighup() {
 
 #[test]
 fn sigterm_lets_users_of_a_busy_mount_finish() {
-    if lacks_mounts() {
-        return;
-    }
-    let place = Place::new(User::Root);
+    let Some(place) = Place::root() else { return };
     let daemon = place.mount();
     let mut file = File::open(place.mountpoint().join("file")).unwrap();
     daemon.signal(Signal::TERM);
@@ -263,10 +244,7 @@ fn sigterm_lets_users_of_a_busy_mount_finish() {
 
 #[test]
 fn second_sigterm_ends_a_busy_mount() {
-    if lacks_mounts() {
-        return;
-    }
-    let place = Place::new(User::Root);
+    let Some(place) = Place::root() else { return };
     let daemon = place.mount();
     let file = File::open(place.mountpoint().join("file")).unwrap();
     daemon.signal(Signal::TERM);
@@ -278,10 +256,7 @@ fn second_sigterm_ends_a_busy_mount() {
 
 #[test]
 fn ordinary_user_mounts_and_unmounts() {
-    if lacks_user_mounts() {
-        return;
-    }
-    let place = Place::new(User::Ordinary);
+    let Some(place) = Place::user() else { return };
     let daemon = place.mount();
     let output = Command::new("cat")
         .arg(place.mountpoint().join("file"))
@@ -308,10 +283,7 @@ fn ordinary_user_mounts_and_unmounts() {
 
 #[test]
 fn ordinary_user_is_told_why_not() {
-    if lacks_user_mounts() {
-        return;
-    }
-    let place = Place::new(User::Ordinary);
+    let Some(place) = Place::user() else { return };
     if !fs::read_to_string("/etc/fuse.conf")
         .is_ok_and(|text| text.lines().any(|line| line.trim() == "user_allow_other"))
     {
@@ -336,29 +308,6 @@ fn ordinary_user_is_told_why_not() {
 }
 
 #[test]
-fn failed_mount_reports_once_and_leaves_nothing() {
-    if lacks_mounts() {
-        return;
-    }
-    let place = Place::new(User::Root);
-    let cases: [(&[&str], &str); 5] = [
-        (&["image", "missing"], "NotFound"),
-        (&["image", "image"], "NotADirectory"),
-        (&["missing", "mnt"], "NotFound"),
-        (&["mount_erofs", "mnt"], "Error:"),
-        (&["-o", "surprise", "image", "mnt"], "surprise"),
-    ];
-    for (arguments, expected) in cases {
-        let output = place.run(arguments);
-        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
-        let text = stderr(&output);
-        assert_eq!(text.matches("Error").count(), 1, "{arguments:?}: {text}");
-        assert!(text.contains(expected), "{arguments:?}: {text}");
-        assert!(!place.is_mounted());
-    }
-}
-
-#[test]
 fn mount_takes_the_place_of_one_whose_daemon_was_killed() {
     if lacks_user_mounts() {
         return;
@@ -375,18 +324,4 @@ fn mount_takes_the_place_of_one_whose_daemon_was_killed() {
         assert!(daemon.has_ended());
         assert!(!place.is_mounted());
     }
-}
-
-#[test]
-fn foreground_stays_and_ends_on_sighup() {
-    if lacks_mounts() {
-        return;
-    }
-    let place = Place::new(User::Root);
-    let mut child: Child = place.command(&["-f", "image", "mnt"]).spawn().unwrap();
-    assert!(eventually(|| place.mountpoint().join("file").exists()));
-    assert!(child.try_wait().unwrap().is_none());
-    rustix::process::kill_process(Pid::from_child(&child), Signal::HUP).unwrap();
-    assert!(child.wait().unwrap().success());
-    assert!(!place.is_mounted());
 }

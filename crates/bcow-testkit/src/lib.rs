@@ -1,5 +1,5 @@
 //! Support for the tests of the other crates: storages that fail or record operations, random data,
-//! and checks for the tools of a test.
+//! tar archives, and checks for the tools of a test.
 //!
 //! The path through it: a test opens a disk on a storage of this crate. [`Faulty`] fails a chosen
 //! operation, [`PowerCut`] rebuilds every state that a power cut can leave, and [`Parkable`] delays
@@ -28,6 +28,7 @@ mod history;
 mod parking;
 mod power_cut;
 mod random;
+pub mod tar;
 mod tools;
 
 pub use chain::{assert_sound, below, content, read};

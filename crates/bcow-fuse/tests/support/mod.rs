@@ -159,11 +159,14 @@ impl Mounted {
     }
 }
 
-/// The image of a tree with one of everything, mounted with these options; `None` where mounts
-/// cannot be tested.
+/// The image of a tree with one of everything; `None` where mounts cannot be tested.
+pub fn sample() -> Option<Sample> {
+    (!lacks_mounts()).then(|| Sample::new(&[]))
+}
+
+/// The same image, mounted with these options.
 pub fn mounted(list: &str) -> Option<Mounted> {
-    let mount = || Mounted::with_options(Sample::new(&[]).open(), list).unwrap();
-    (!lacks_mounts()).then(mount)
+    Some(Mounted::with_options(sample()?.open(), list).unwrap())
 }
 
 impl Drop for Mounted {

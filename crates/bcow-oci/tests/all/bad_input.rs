@@ -9,7 +9,7 @@ use crate::support::{
     CONFIG, Converted, INDEX, LAYER, Layout, convert_layers, convert_tar, convert_tar_with,
     convert_with, docker_source, gzip, message, oci_archive, options,
 };
-use crate::tarmaker::Tar;
+use bcow_testkit::tar::Tar;
 
 const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
 const ZSTD: &str = "application/vnd.oci.image.layer.v1.tar+zstd";

@@ -3,7 +3,7 @@
 use bcow_oci::{ConvertOptions, Limits, Source, TarInput, convert};
 
 use crate::support::{Warnings, convert_tar, convert_tar_with, gzip, message, options};
-use crate::tarmaker::{GNU, Header, Tar, record, seal};
+use bcow_testkit::tar::{GNU, Header, Tar, record, seal};
 
 fn refused(tar: &[u8]) -> String {
     message(convert_tar(tar)).replace("TMP/in.tar", "in.tar")

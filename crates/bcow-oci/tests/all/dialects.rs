@@ -1,7 +1,7 @@
 //! The converter reads tar archives of every dialect.
 
 use crate::support::{convert_layers, convert_tar, convert_tar_with, convert_with, gzip, options};
-use crate::tarmaker::{GNU, Header, Tar, USTAR, V7, record, seal};
+use bcow_testkit::tar::{GNU, Header, Tar, USTAR, V7, record, seal};
 
 #[test]
 fn every_type_of_entry_is_kept() {

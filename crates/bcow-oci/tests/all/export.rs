@@ -20,7 +20,7 @@ use crate::model::{archive, ops};
 use crate::support::{
     Converted, Layout, convert_layers, convert_tar, convert_tar_with, convert_with, options,
 };
-use crate::tarmaker::{Header, Tar};
+use bcow_testkit::tar::{Header, Tar};
 
 /// An image in a layout of one BCoW file per layer.
 struct Stack {

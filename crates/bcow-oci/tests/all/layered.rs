@@ -1,6 +1,5 @@
 //! Images layer by layer: shared, cached and converted layers.
 
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bcow_oci::{
@@ -11,7 +10,7 @@ use bcow_testkit::noise;
 use serde_json::Value;
 
 use crate::support::{LAYER, Layered, Layout, Warnings, gzip, layered_with, options};
-use crate::tarmaker::Tar;
+use bcow_testkit::tar::Tar;
 
 fn base() -> Vec<u8> {
     let mut tar = Tar::new().dir("usr");
@@ -222,6 +221,20 @@ fn convert_with_cache(source: &Source, cache: &Path, warnings: &Warnings) -> Lay
     convert_to_layout(source, &layout, &options(), warnings).unwrap()
 }
 
+/// Kinds of damage to a file: cut, longer, zeros, another layer, and a bit of the header, its copy,
+/// the content, the tables and the end.
+fn damages(whole: &[u8], other: &[u8]) -> Vec<Vec<u8>> {
+    let size = whole.len();
+    let cut = [0, 1, 700, size / 2, size - 1].map(|length| whole[..length].to_vec());
+    let others = [[whole, &[0]].concat(), vec![0; size], other.to_vec()];
+    let flipped = [8, 60, 520, size / 3, size * 9 / 10, size - 5].map(|at| {
+        let mut bytes = whole.to_vec();
+        bytes[at] ^= 0x40;
+        bytes
+    });
+    cut.into_iter().chain(others).chain(flipped).collect()
+}
+
 #[test]
 fn damaged_files_in_the_cache_are_reported_and_converted_again() {
     let image = image(&[1]);
@@ -233,21 +246,12 @@ fn damaged_files_in_the_cache_are_reported_and_converted_again() {
         .iter()
         .map(|path| std::fs::read(path).unwrap())
         .collect();
-    type Damage<'d> = &'d dyn Fn(&Path, usize);
-    let damage: [Damage<'_>; 5] = [
-        &|path, _| std::fs::write(path, b"").unwrap(),
-        &|path, i| std::fs::write(path, &whole[i][..whole[i].len() / 2]).unwrap(),
-        // A bit of the content, of the header, and all of another layer.
-        &|path, i| flip(path, whole[i].len() as u64 / 3),
-        &|path, _| flip(path, 60),
-        &|path, i| std::fs::write(path, &whole[1 - i]).unwrap(),
-    ];
-    for damage in damage {
+    let damages = [0, 1].map(|i| damages(&whole[i], &whole[1 - i]));
+    for (one, two) in damages[0].iter().zip(&damages[1]) {
         let paths = entries(dir.path());
         assert_eq!(paths.len(), 2);
-        for (i, path) in paths.iter().enumerate() {
-            damage(path, i);
-        }
+        std::fs::write(&paths[0], one).unwrap();
+        std::fs::write(&paths[1], two).unwrap();
         let warnings = Warnings::default();
         let again = convert(&warnings);
         assert_eq!(again.manifest, good.manifest);
@@ -394,30 +398,23 @@ fn an_image_does_not_replace_its_own_source() {
     convert(Some("name"), "other").unwrap();
 }
 
-fn flip(path: &Path, at: u64) {
-    let file = std::fs::File::options()
-        .read(true)
-        .write(true)
-        .open(path)
-        .unwrap();
-    let mut byte = [0];
-    file.read_exact_at(&mut byte, at).unwrap();
-    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
-}
-
 #[test]
 fn a_damaged_layer_in_the_layout_is_replaced() {
     let image = image(&[1]);
     let source = image.source(None);
     let layered = layered(&source, |_| {});
     let before = layered.files();
-    let path = layered.blobs().join(layered.report.layers[0].digest.hex());
-    flip(&path, 200_000);
+    let layers = &layered.report.layers;
+    let blob = |layer: usize| layered.blobs().join(layers[layer].digest.hex());
+    let [whole, other] = [0, 1].map(|layer| std::fs::read(blob(layer)).unwrap());
     let layout = into(layered.layout(), Some("test"));
-    let warnings = Warnings::default();
-    convert_to_layout(&source, &layout, &options(), &warnings).unwrap();
-    assert_eq!(warnings.0.into_inner().unwrap().len(), 1);
-    assert!(layered.files() == before);
+    for damage in damages(&whole, &other) {
+        std::fs::write(blob(0), damage).unwrap();
+        let warnings = Warnings::default();
+        convert_to_layout(&source, &layout, &options(), &warnings).unwrap();
+        assert_eq!(warnings.0.into_inner().unwrap().len(), 1);
+        assert!(layered.files() == before);
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use rustix::process::{Resource, Rlimit};
 
 use crate::support::{Layout, convert_layers, convert_with, message, options};
-use crate::tarmaker::{Header, Tar};
+use bcow_testkit::tar::{Header, Tar};
 
 /// Content that does not deduplicate, and differs for each seed.
 fn data(seed: u8) -> Vec<u8> {

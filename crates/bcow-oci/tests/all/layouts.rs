@@ -7,7 +7,7 @@ use crate::support::{
     CONFIG, INDEX, LAYER, Layout, MANIFEST, convert_with, docker_source, gzip, layered_with,
     message, oci_archive, options,
 };
-use crate::tarmaker::Tar;
+use bcow_testkit::tar::Tar;
 
 fn layer(name: &str) -> Vec<u8> {
     Tar::new().file(name, "").done()

@@ -14,4 +14,3 @@ mod mutations;
 mod output;
 mod stores;
 mod support;
-mod tarmaker;

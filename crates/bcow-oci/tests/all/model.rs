@@ -6,7 +6,7 @@ use bcow_erofs::reader::{FileType, Filesystem, Inode};
 use proptest::prelude::*;
 
 use crate::support::convert_layers;
-use crate::tarmaker::{Header, Tar};
+use bcow_testkit::tar::{Header, Tar};
 
 /// One entry of a layer's archive. Paths are sequences of names.
 #[derive(Debug, Clone)]

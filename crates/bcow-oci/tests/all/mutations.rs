@@ -3,7 +3,7 @@
 use bcow_oci::fuzz_ingest;
 use proptest::prelude::*;
 
-use crate::tarmaker::{GNU, Header, Tar, seal};
+use bcow_testkit::tar::{GNU, Header, Tar, seal};
 
 /// An archive with an entry of every type.
 fn seed() -> Vec<u8> {

@@ -6,7 +6,7 @@ use bcow_oci::{ConvertError, ConvertOptions, Source, TarInput, convert};
 use bcow_testkit::{lacks, umount};
 
 use crate::support::{Layout, options};
-use crate::tarmaker::Tar;
+use bcow_testkit::tar::Tar;
 
 fn layout() -> Layout {
     Layout::of(&[Tar::new().file("a", "content").done()])

@@ -8,7 +8,7 @@ use bcow_testkit::noise;
 use rustix::io::Errno;
 
 use super::resent::{New, RequestId};
-use super::tests::{BIG, BLOCK, Fixture, ROOT};
+use super::tests::{BIG, BLOCK, Fixture, ROOT, plain};
 use super::{Attributes, RenameMode, SyncScope, XattrMode};
 use crate::node::NodeId;
 use crate::options::{SyncPolicy, UnionOptions};
@@ -34,7 +34,7 @@ fn open() -> Option<Fixture> {
 }
 
 /// With partial files of small files too.
-fn open_with_partials() -> Option<Fixture> {
+fn partial() -> Option<Fixture> {
     Fixture::new(UnionOptions {
         small_bytes: 0,
         ..options()
@@ -80,16 +80,9 @@ fn nodes_stay_valid_with_their_references() {
     fixture.write(new, 0, b"new");
     // Under another name, in a directory that was moved.
     let fs = fixture.fs();
-    fs.rename(
-        many,
-        b"directory",
-        NodeId::ROOT,
-        b"moved",
-        RenameMode::Replace,
-    )
-    .unwrap();
-    fs.rename(NodeId::ROOT, b"many", directory, b"m", RenameMode::Replace)
-        .unwrap();
+    let (root, how) = (NodeId::ROOT, RenameMode::Replace);
+    fs.rename(many, b"directory", root, b"moved", how).unwrap();
+    fs.rename(root, b"many", directory, b"m", how).unwrap();
     // Three references in all.
     assert_eq!(fixture.get(&format!("moved/{long}")).node, new);
     assert_eq!(fixture.get(&format!("moved/{long}")).node, new);
@@ -117,34 +110,21 @@ fn removed_files_and_directories_in_use_stay() {
     let replaced = create(&fixture, NodeId::ROOT, "replaced");
     let linked = create(&fixture, NodeId::ROOT, "linked");
     let directory = mkdir(&fixture, NodeId::ROOT, "directory");
-    let (below, copied, big) = (
-        fixture.get("a").node,
-        fixture.get("b").node,
-        fixture.get("big"),
-    );
-    for (id, content) in [
-        (removed, "removed"),
-        (replaced, "replaced"),
-        (linked, "linked"),
-    ] {
-        fixture.write(id, 0, content.as_bytes());
-    }
+    let [below, copied, big] = ["a", "b", "big"].map(|name| fixture.get(name).node);
+    fixture.write(removed, 0, b"removed");
+    fixture.write(replaced, 0, b"replaced");
+    fixture.write(linked, 0, b"linked");
     fixture.write(copied, 0, b"S");
-    fixture.write(big.node, 5000, b"written");
+    fixture.write(big, 5000, b"written");
     let fs = fixture.fs();
     fs.link(linked, NodeId::ROOT, b"other").unwrap();
     for name in ["removed", "a", "b", "big", "linked"] {
         fs.unlink(NodeId::ROOT, name.as_bytes()).unwrap();
     }
-    fs.remove_directory(NodeId::ROOT, b"directory").unwrap();
-    fs.rename(
-        NodeId::ROOT,
-        b"c",
-        NodeId::ROOT,
-        b"replaced",
-        RenameMode::Replace,
-    )
-    .unwrap();
+    let root = NodeId::ROOT;
+    fs.remove_directory(root, b"directory").unwrap();
+    fs.rename(root, b"c", root, b"replaced", RenameMode::Replace)
+        .unwrap();
     // A file of the image is copied up although it has no name.
     fixture.write(below, 6, b"FILE");
     let mut expected = noise(1, BIG);
@@ -157,7 +137,7 @@ fn removed_files_and_directories_in_use_stay() {
             (linked, b"linked"),
             (below, b"small FILE\n"),
             (copied, b"Small file\n"),
-            (big.node, &expected),
+            (big, &expected),
         ] {
             assert!(fixture.read(id) == content);
             let links = attributes(&fixture, id).nlink;
@@ -171,18 +151,14 @@ fn removed_files_and_directories_in_use_stay() {
     fixture.write(removed, 0, b"REMOVED");
     assert_eq!(fixture.read(removed), b"REMOVED");
     assert_eq!(orphans(&fixture), 7);
-    for id in [removed, replaced, below, copied, big.node, directory] {
+    for id in [removed, replaced, below, copied, big, directory] {
         fixture.fs().forget(id, 10);
     }
     fixture.fs().forget(linked, 10);
     assert_eq!(orphans(&fixture), 0);
     assert_eq!(fixture.content("other"), b"linked");
-    assert!(
-        fs::read_dir(fixture.upper().join(".bcow/maps"))
-            .unwrap()
-            .next()
-            .is_none()
-    );
+    let mut maps = fs::read_dir(fixture.upper().join(".bcow/maps")).unwrap();
+    assert!(maps.next().is_none());
 }
 
 #[test]
@@ -206,9 +182,7 @@ fn files_with_several_names_in_the_image_are_found_by_the_index() {
 
 #[test]
 fn written_bytes_of_partials_stay() {
-    let Some(mut fixture) = open_with_partials() else {
-        return;
-    };
+    let Some(mut fixture) = partial() else { return };
     let id = fixture.get("big").node;
     let mut expected = noise(1, BIG);
     let mut change = |fixture: &Fixture, offset: usize, data: &[u8]| {
@@ -246,9 +220,7 @@ fn written_bytes_of_partials_stay() {
 
 #[test]
 fn an_orderly_end_makes_the_changes_of_partials_durable() {
-    let Some(mut fixture) = open_with_partials() else {
-        return;
-    };
+    let Some(mut fixture) = partial() else { return };
     let id = fixture.get("big").node;
     fixture.write(id, 0, b"kept");
     fixture.fs().prepare_takeover().unwrap();
@@ -541,9 +513,7 @@ fn found_again(fixture: &Fixture, is_forgotten_first: bool) {
 
 #[test]
 fn a_union_without_a_ledger_leaves_no_names() {
-    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
-        return;
-    };
+    let Some(fixture) = plain() else { return };
     let id = create(&fixture, NodeId::ROOT, "new");
     fixture.fs().unlink(NodeId::ROOT, b"new").unwrap();
     assert_eq!(orphans(&fixture), 0);

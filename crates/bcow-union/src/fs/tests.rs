@@ -228,7 +228,23 @@ impl Fixture {
     }
 }
 
+pub(super) fn plain() -> Option<Fixture> {
+    Fixture::new(UnionOptions::default())
+}
+
 /// With partial files of small files too.
+fn partial() -> Option<Fixture> {
+    Fixture::new(with_partials())
+}
+
+/// With copies that a batch makes durable.
+fn batch() -> Option<Fixture> {
+    Fixture::new(UnionOptions {
+        sync: SyncPolicy::Batch(100),
+        ..UnionOptions::default()
+    })
+}
+
 fn with_partials() -> UnionOptions {
     UnionOptions {
         small_bytes: 0,
@@ -236,18 +252,26 @@ fn with_partials() -> UnionOptions {
     }
 }
 
-fn at(seconds: i64) -> Option<SetTime> {
-    Some(SetTime::At(Timestamp {
-        seconds,
-        nanoseconds: 0,
-    }))
+fn sized(size: u64) -> Changes {
+    Changes {
+        size: Some(size),
+        ..Changes::default()
+    }
+}
+
+fn modified(seconds: i64) -> Changes {
+    Changes {
+        mtime: Some(SetTime::At(Timestamp {
+            seconds,
+            nanoseconds: 0,
+        })),
+        ..Changes::default()
+    }
 }
 
 #[test]
 fn partial_that_could_not_be_flushed_outlives_its_node() {
-    let Some(mut fixture) = Fixture::new(with_partials()) else {
-        return;
-    };
+    let Some(mut fixture) = partial() else { return };
     let big = fixture.get("big").node;
     fixture.lower.broken.store(true, Ordering::Release);
     fixture.write(big, 100_000, b"hello");
@@ -269,9 +293,7 @@ fn partial_that_could_not_be_flushed_outlives_its_node() {
 
 #[test]
 fn partial_that_grew_has_its_size_also_when_its_node_was_forgotten() {
-    let Some(fixture) = Fixture::new(with_partials()) else {
-        return;
-    };
+    let Some(fixture) = partial() else { return };
     let big = fixture.get("big").node;
     fixture.write(big, 0, b"hello");
     fixture.fs().run_periodic();
@@ -285,20 +307,11 @@ fn partial_that_grew_has_its_size_also_when_its_node_was_forgotten() {
 
 #[test]
 fn partial_that_was_emptied_is_closed() {
-    let Some(fixture) = Fixture::new(with_partials()) else {
-        return;
-    };
+    let Some(fixture) = partial() else { return };
     let big = fixture.get("big").node;
     fixture.write(big, 0, b"hello");
     assert_eq!(fixture.fs().open_partials.all().count(), 1);
-    let size = Some(0);
-    fixture.set(
-        big,
-        Changes {
-            size,
-            ..Changes::default()
-        },
-    );
+    fixture.set(big, sized(0));
     assert_eq!(fixture.fs().open_partials.all().count(), 0);
     // The filler thread may hold the partial file for a moment longer.
     wait_until(|| fixture.fs().partials.statistics().open == 0);
@@ -329,13 +342,7 @@ fn bytes_of_a_copy_that_a_crash_undid_do_not_come_back() {
 
 #[test]
 fn copy_of_a_batch_that_keeps_its_mark_stays_in_the_batch_and_the_others_do_not() {
-    let options = UnionOptions {
-        sync: SyncPolicy::Batch(100),
-        ..UnionOptions::default()
-    };
-    let Some(mut fixture) = Fixture::new(options) else {
-        return;
-    };
+    let Some(mut fixture) = batch() else { return };
     for name in ["a", "b", "c"] {
         fixture.write(fixture.get(name).node, 0, b"S");
     }
@@ -359,9 +366,7 @@ fn copy_of_a_batch_that_keeps_its_mark_stays_in_the_batch_and_the_others_do_not(
 
 #[test]
 fn root_of_an_adopted_upper_has_the_owner_and_mode_of_the_directory() {
-    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
-        return;
-    };
+    let Some(mut fixture) = plain() else { return };
     fixture.union.take().unwrap().close().unwrap();
     let upper = fixture.upper();
     fs::remove_dir_all(&upper).unwrap();
@@ -386,13 +391,7 @@ fn root_of_an_adopted_upper_has_the_owner_and_mode_of_the_directory() {
 
 #[test]
 fn removed_file_does_not_wait_for_its_batch_to_be_let_go() {
-    let options = UnionOptions {
-        sync: SyncPolicy::Batch(100),
-        ..UnionOptions::default()
-    };
-    let Some(fixture) = Fixture::new(options) else {
-        return;
-    };
+    let Some(fixture) = batch() else { return };
     let union = fixture.fs();
     for name in ["a", "b"] {
         fixture.write(fixture.get(name).node, 0, b"S");
@@ -462,9 +461,7 @@ fn a_host_without_holes_stores_whole_files() {
 
 #[test]
 fn partial_with_an_index_entry_is_removed_with_its_last_name() {
-    let Some(mut fixture) = Fixture::new(with_partials()) else {
-        return;
-    };
+    let Some(mut fixture) = partial() else { return };
     let bytes = vec![4; 2 * BLOCK as usize];
     fixture.write(fixture.get("h1").node, 0, &bytes);
     fixture.fs().unlink(NodeId::ROOT, b"h1").unwrap();
@@ -481,23 +478,14 @@ fn partial_with_an_index_entry_is_removed_with_its_last_name() {
 
 #[test]
 fn time_that_is_set_during_a_flush_stays() {
-    let Some(fixture) = Fixture::new(with_partials()) else {
-        return;
-    };
+    let Some(fixture) = partial() else { return };
     let big = fixture.get("big").node;
     for turn in 0..60 {
         fixture.write(big, 5 + turn * BLOCK, b"x");
         let union = fixture.fs();
         thread::scope(|scope| {
             let flush = scope.spawn(|| union.sync(big, SyncScope::All));
-            let mtime = at(1_000_000 + turn as i64);
-            fixture.set(
-                big,
-                Changes {
-                    mtime,
-                    ..Changes::default()
-                },
-            );
+            fixture.set(big, modified(1_000_000 + turn as i64));
             flush.join().unwrap().unwrap();
         });
         let found = fixture.get("big").mtime.seconds;
@@ -507,17 +495,11 @@ fn time_that_is_set_during_a_flush_stays() {
 
 #[test]
 fn directory_never_shows_the_time_of_a_copy_up_in_it() {
-    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
-        return;
-    };
+    let Some(fixture) = plain() else { return };
     let union = fixture.fs();
     let many = fixture.get("many").node;
     let set = |path: &str| {
-        let changes = Changes {
-            mtime: at(1_000_000),
-            ..Changes::default()
-        };
-        fixture.set(fixture.get(path).node, changes);
+        fixture.set(fixture.get(path).node, modified(1_000_000));
     };
     set("many");
     let done = AtomicBool::new(false);
@@ -535,9 +517,7 @@ fn directory_never_shows_the_time_of_a_copy_up_in_it() {
 
 #[test]
 fn descriptor_that_is_in_use_is_not_given_back() {
-    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
-        return;
-    };
+    let Some(fixture) = plain() else { return };
     let union = fixture.fs();
     let new = union
         .make(&ROOT, NodeId::ROOT, b"new", 0o644, &New::File)
@@ -557,26 +537,21 @@ fn descriptor_that_is_in_use_is_not_given_back() {
 
 #[test]
 fn first_write_keeps_the_time_of_access() {
-    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
-        return;
-    };
+    let Some(fixture) = plain() else { return };
     let id = fixture.get("a").node;
-    fixture.set(
-        id,
-        Changes {
-            atime: at(1_234_567),
-            ..Changes::default()
-        },
-    );
+    let atime = modified(1_234_567).mtime;
+    let changes = Changes {
+        atime,
+        ..Changes::default()
+    };
+    fixture.set(id, changes);
     fixture.write(id, 0, b"S");
     assert_eq!(fixture.get("a").atime.seconds, 1_234_567);
 }
 
 #[test]
 fn partials_give_their_descriptors_back() {
-    let Some(mut fixture) = Fixture::new(with_partials()) else {
-        return;
-    };
+    let Some(mut fixture) = partial() else { return };
     let union = fixture.fs();
     let mut nodes = Vec::new();
     for number in 0..MANY {
@@ -600,14 +575,7 @@ fn partials_give_their_descriptors_back() {
         union.descriptors_limit.store(0, Ordering::Relaxed);
         union.limit_descriptors();
         assert_eq!(fixture.get(&format!("many/{number}")).size, 3 * BLOCK + 6);
-        let size = Some(2 * BLOCK);
-        fixture.set(
-            *id,
-            Changes {
-                size,
-                ..Changes::default()
-            },
-        );
+        fixture.set(*id, sized(2 * BLOCK));
         check(&fixture, number);
     }
     fixture.reopen();
@@ -616,13 +584,7 @@ fn partials_give_their_descriptors_back() {
 
 #[test]
 fn fsync_reports_bytes_that_the_background_could_not_make_durable() {
-    let options = UnionOptions {
-        sync: SyncPolicy::Batch(100),
-        ..UnionOptions::default()
-    };
-    let Some(mut fixture) = Fixture::new(options) else {
-        return;
-    };
+    let Some(mut fixture) = batch() else { return };
     let node = fixture.node("a");
     fixture.write(node.id, 0, b"S");
     let replace = |file| {
@@ -646,9 +608,7 @@ fn fsync_reports_bytes_that_the_background_could_not_make_durable() {
 
 #[test]
 fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
-    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
-        return;
-    };
+    let Some(fixture) = plain() else { return };
     let union = fixture.fs();
     let new = union
         .make(&ROOT, NodeId::ROOT, b"new", 0o644, &New::File)
@@ -680,9 +640,7 @@ fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
 
 #[test]
 fn nothing_but_a_regular_file_is_opened_for_its_content() {
-    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
-        return;
-    };
+    let Some(fixture) = plain() else { return };
     let union = fixture.union.as_ref().unwrap();
     for device in [Some(rustix::fs::makedev(1, 3)), None] {
         let name = if device.is_some() { "a" } else { "b" };
@@ -754,19 +712,13 @@ fn write_during_a_punch_stays_counted() {
 #[test]
 fn write_during_a_truncation_stays_counted() {
     count_is_exact_with_concurrent_writes(|union, id| {
-        let changes = Changes {
-            size: Some(0),
-            ..Changes::default()
-        };
-        union.set_attributes(id, &changes).unwrap();
+        union.set_attributes(id, &sized(0)).unwrap();
     });
 }
 
 #[test]
 fn descriptors_that_are_opened_during_a_recount_are_counted() {
-    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
-        return;
-    };
+    let Some(fixture) = plain() else { return };
     let union = fixture.fs();
     let nodes: Vec<_> = (0..MANY)
         .map(|number| {

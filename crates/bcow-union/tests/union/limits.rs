@@ -18,11 +18,22 @@ const INODES: u64 = 200;
 /// that the host writes back.
 const TOLERANCE: u64 = 64 << 10;
 
-fn limited() -> UnionOptions {
+fn limits() -> UnionOptions {
     UnionOptions {
         inode_limit: Some(INODES),
         ..with_limit(LIMIT)
     }
+}
+
+fn limited() -> Option<Union> {
+    open_with(limits())
+}
+
+/// On the image with many files.
+fn crowded() -> Option<Union> {
+    let mut union = closed_on(image::crowd, limits())?;
+    union.open();
+    Some(union)
 }
 
 /// Repeats `attempt` until there is no space, but at most `most` times. Returns the number of
@@ -146,10 +157,7 @@ fn assert_within(union: &Union, empty: &Stored, way: &str) {
 #[test]
 fn no_way_of_storing_something_gets_round_the_limits() {
     for (way, attempt) in OPERATIONS {
-        let Some(mut union) = closed_on(image::crowd, limited()) else {
-            return;
-        };
-        union.open();
+        let Some(mut union) = crowded() else { return };
         let empty = stored_in(&union.upper());
         let done = until_full(5000, |index| attempt(&union, index));
         let report = union.fs().report();
@@ -180,10 +188,7 @@ fn no_way_of_storing_something_gets_round_the_limits() {
 
 #[test]
 fn all_ways_together_stay_within_the_limits() {
-    let Some(mut union) = closed_on(image::crowd, limited()) else {
-        return;
-    };
-    union.open();
+    let Some(mut union) = crowded() else { return };
     let empty = stored_in(&union.upper());
     for round in 0..4 {
         for (way, attempt) in OPERATIONS {
@@ -221,9 +226,7 @@ fn assert_counted(union: &Union, empty: &Stored, expected: u64, context: &str) {
 
 #[test]
 fn removal_releases_all_space_of_an_object() {
-    let Some(mut union) = open_with(limited()) else {
-        return;
-    };
+    let Some(mut union) = limited() else { return };
     let empty = stored_in(&union.upper());
     let fs = union.fs();
     let figures = || {
@@ -341,9 +344,7 @@ fn preallocated_space_is_writable_at_the_limit_after_a_remount() {
     if lacks_reports_of_preallocated_space() {
         return;
     }
-    let Some(mut union) = open_with(limited()) else {
-        return;
-    };
+    let Some(mut union) = limited() else { return };
     let empty = stored_in(&union.upper());
     let id = union.create("log", 0o644).unwrap().node;
     union.create("other", 0o644).unwrap();
@@ -369,9 +370,7 @@ fn preallocated_space_is_writable_at_the_limit_after_a_remount() {
 
 #[test]
 fn statistics_show_the_limit_of_inodes() {
-    let Some(union) = open_with(limited()) else {
-        return;
-    };
+    let Some(union) = limited() else { return };
     let inodes = || {
         let figures = union.fs().statistics().unwrap();
         (figures.inodes, figures.inodes_free)
@@ -445,9 +444,7 @@ fn attributes(union: &Union, random: &mut Random) {
 
 #[test]
 fn report_of_a_shortage_names_the_limit_or_the_host() {
-    let Some(union) = open_with(limited()) else {
-        return;
-    };
+    let Some(union) = limited() else { return };
     let root = NodeId::ROOT;
     let last_cause = |errno| {
         union.fs().request_failed(root, "create", errno);
@@ -457,21 +454,16 @@ fn report_of_a_shortage_names_the_limit_or_the_host() {
     let write = |fs: &UnionFs| fs.allocate(big, 0, 2 * LIMIT, Allocate::Extend);
     assert_eq!(union.fs().with_room(write), Err(Errno::NOSPC));
     let cause = last_cause(Errno::NOSPC);
-    assert_eq!(
-        cause,
-        "the size limit of the upper is reached (1048576 bytes)"
-    );
+    let size = "the size limit of the upper is reached (1048576 bytes)";
+    assert_eq!(cause, size);
     let full = until_full(10_000, |index| {
         let name = format!("f{index}");
         let create = |fs: &UnionFs| fs.make(&ROOT, root, name.as_bytes(), 0o644, &New::File);
         union.fs().with_room(create).map(drop)
     });
     assert!(full < 10_000);
-    let cause = last_cause(Errno::NOSPC);
-    assert_eq!(
-        cause,
-        "the inode limit of the upper is reached (200 inodes)"
-    );
+    let inodes = "the inode limit of the upper is reached (200 inodes)";
+    assert_eq!(last_cause(Errno::NOSPC), inodes);
     // The limit is not the cause of another failure.
     let cause = last_cause(Errno::NOSPC);
     let host = format!(

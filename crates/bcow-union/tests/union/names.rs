@@ -35,7 +35,7 @@ fn as_ordinary_user(run: impl FnOnce() + Send) {
 }
 
 /// A closed union whose upper belongs to the user of [`as_ordinary_user`].
-fn closed_of_user() -> Option<Union> {
+fn of_user() -> Option<Union> {
     let union = closed()?;
     fs::create_dir(union.upper()).unwrap();
     let everyone = fs::Permissions::from_mode(0o755);
@@ -181,9 +181,7 @@ fn meta_directory_is_not_part_of_the_tree() {
 /// If owners are stored in an attribute, the owner must be able to set it for any mode.
 #[test]
 fn ordinary_user_creates_objects_whose_mode_denies_access() {
-    let Some(mut union) = closed_of_user() else {
-        return;
-    };
+    let Some(mut union) = of_user() else { return };
     as_ordinary_user(|| {
         union.open();
         let (fs, root) = (union.fs(), NodeId::ROOT);
@@ -204,9 +202,7 @@ fn ordinary_user_creates_objects_whose_mode_denies_access() {
 /// A crash can leave such directories in the work directory, and the next opening removes them.
 #[test]
 fn ordinary_user_removes_unfinished_directories_without_permissions() {
-    let Some(mut union) = closed_of_user() else {
-        return;
-    };
+    let Some(mut union) = of_user() else { return };
     as_ordinary_user(|| {
         union.open();
         union.close();

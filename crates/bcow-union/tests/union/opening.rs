@@ -11,9 +11,16 @@ use bcow_union::{SyncPolicy, UnionOptions};
 use rustix::fs::{CWD, FileType, Mode, makedev};
 use rustix::io::Errno;
 
-use crate::fixture::{closed, open, open_with};
+use crate::fixture::{Union, closed, open, open_with};
 use crate::host::{count, make_whiteout, set_attribute};
 use crate::image::{BIG, big};
+
+fn volatile() -> Option<Union> {
+    open_with(UnionOptions {
+        sync: SyncPolicy::Volatile,
+        ..UnionOptions::default()
+    })
+}
 
 #[test]
 fn fresh_union_shows_the_image_and_its_upper_stays_empty() {
@@ -101,13 +108,7 @@ fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
 /// request.
 #[test]
 fn concurrent_close_waits_for_the_outcome() {
-    let options = UnionOptions {
-        sync: SyncPolicy::Volatile,
-        ..UnionOptions::default()
-    };
-    let Some(mut union) = open_with(options) else {
-        return;
-    };
+    let Some(mut union) = volatile() else { return };
     let note = union.host(".bcow/volatile");
     for round in 0..5 {
         for block in 0..70 {
@@ -167,13 +168,7 @@ fn a_note_of_no_synchronisation_that_is_no_file_is_refused() {
         (FileType::CharacterDevice, makedev(1, 5)),
         (FileType::CharacterDevice, makedev(1, 3)),
     ] {
-        let options = UnionOptions {
-            sync: SyncPolicy::Volatile,
-            ..UnionOptions::default()
-        };
-        let Some(mut union) = open_with(options) else {
-            return;
-        };
+        let Some(mut union) = volatile() else { return };
         union.close();
         let note = union.host(".bcow/volatile");
         rustix::fs::mknodat(CWD, &note, kind, mode, device).unwrap();

@@ -1,4 +1,4 @@
-//! Writes tar archives byte by byte, valid and invalid, in every dialect.
+//! Tar archives, written byte by byte, valid and invalid, in every dialect.
 
 /// An archive that is being written.
 #[derive(Clone, Default)]
