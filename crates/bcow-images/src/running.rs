@@ -90,14 +90,19 @@ pub struct Server {
     pub services: Vec<Service>,
 }
 
+impl Service {
+    fn is_at(&self, path: &Path) -> bool {
+        self.at.iter().any(|at| Path::new(at) == path)
+    }
+}
+
 impl Server {
     /// The mount at `path` with this device number, if the process serves it. A mount that ends
     /// may have lost the number to another mount, at another path.
     pub fn mount(&self, device: &str, path: &Path) -> Option<&Service> {
         let services = self.services.iter();
         let mut mounts = services.filter(|service| service.device.as_deref() == Some(device));
-        let is_here = |service: &&Service| service.at.iter().any(|at| Path::new(at) == path);
-        match mounts.clone().find(is_here) {
+        match mounts.clone().find(|service| service.is_at(path)) {
             // The mount may have been moved.
             None if self.state != ProcessState::Ending => mounts.next(),
             found => found,
@@ -186,8 +191,22 @@ pub fn server_of(pid: u32) -> Option<Server> {
 
 /// The process that serves the mount with this device number at `path`.
 pub fn server_of_mount(device: &str, path: &Path) -> Option<Server> {
-    let mut servers = servers().into_iter();
-    servers.find(|server| server.has_mount(device, path))
+    serving(servers(), device, path)
+}
+
+fn serving(servers: Vec<Server>, device: &str, path: &Path) -> Option<Server> {
+    let mut servers: Vec<Server> = servers
+        .into_iter()
+        .filter(|server| server.has_mount(device, path))
+        .collect();
+    // A process may still list a mount that has ended, and whose number another mount has got.
+    let has_path = |server: &Server| {
+        server
+            .mount(device, path)
+            .is_some_and(|one| one.is_at(path))
+    };
+    let at = servers.iter().position(has_path).unwrap_or(0);
+    (!servers.is_empty()).then(|| servers.swap_remove(at))
 }
 
 /// The state of the process with this number; `None` if no such process exists.
@@ -478,6 +497,26 @@ mod tests {
         server.state = ProcessState::Ending;
         assert!(server.has_mount("0:99", mnt));
         assert!(!server.has_mount("0:99", other));
+    }
+
+    #[test]
+    fn process_of_a_mount_is_selected_by_path_before_one_with_a_mount_that_has_ended() {
+        let server = |pid, place: &str| Server {
+            pid,
+            uid: 0,
+            state: ProcessState::Running,
+            is_in_other_namespace: false,
+            services: vec![Service {
+                at: vec![place.to_owned()],
+                ..service()
+            }],
+        };
+        let servers = vec![server(1, "/ended"), server(2, "/mnt"), server(3, "/other")];
+        let pid = |path: &str| Some(serving(servers.clone(), "0:99", Path::new(path))?.pid);
+        assert_eq!((pid("/mnt"), pid("/other")), (Some(2), Some(3)));
+        // The mount was moved.
+        assert_eq!(pid("/moved"), Some(1));
+        assert!(serving(servers.clone(), "0:9", Path::new("/mnt")).is_none());
     }
 
     #[test]
