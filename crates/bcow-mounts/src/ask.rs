@@ -16,6 +16,9 @@ use rustix::io::Errno;
 /// How long a mount may take to return its statistics.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How long the next process of a pool may take to publish a mount that it has taken over.
+const PUBLISHES_WITHIN: Duration = Duration::from_secs(2);
+
 /// The answer of a mount.
 #[derive(Debug)]
 pub enum Answer {
@@ -93,13 +96,22 @@ pub fn ask(mount: &MountedImage, timeout: Duration) -> Answer {
 /// a limit on time. The exit status is the error number.
 pub fn print_statistics(directory: &Path) -> ! {
     let mut json = vec![0; MAX_XATTR_BYTES];
-    let printed = place_of_statistics(directory)
-        .and_then(|place| rustix::fs::getxattr(place, STATS_XATTR, &mut json))
-        .and_then(|length| {
-            let mut out = std::io::stdout();
-            let written = out.write_all(&json[..length]).and_then(|()| out.flush());
-            written.map_err(|_| Errno::PIPE)
-        });
+    let start = Instant::now();
+    let read = loop {
+        let place = place_of_statistics(directory);
+        match place.and_then(|place| rustix::fs::getxattr(place, STATS_XATTR, &mut json)) {
+            // The process has ended meanwhile. In a pool, the next one publishes a descriptor.
+            Err(Errno::NOENT | Errno::SRCH) if start.elapsed() < PUBLISHES_WITHIN => {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            read => break read,
+        }
+    };
+    let printed = read.and_then(|length| {
+        let mut out = std::io::stdout();
+        let written = out.write_all(&json[..length]).and_then(|()| out.flush());
+        written.map_err(|_| Errno::PIPE)
+    });
     std::process::exit(printed.err().map_or(0, Errno::raw_os_error))
 }
 
