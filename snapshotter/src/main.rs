@@ -2,9 +2,9 @@
 //!
 //! The path through it: [`service`] decodes a request of containerd ([`protocol`] has the
 //! messages), [`snapshots`] does the operation and keeps its directory consistent, [`remote`] finds
-//! layers in registries, [`tool`] runs `bcow` for the layers, and [`mount`] says what containerd
-//! mounts. [`images`] passes requests of a kubelet on to containerd, and [`credentials`] keeps what
-//! they have brought.
+//! layers in registries, [`tool`] runs `bcow` for the layers, and [`mount`] has the form in which
+//! containerd gets mounts. [`images`] passes requests of a kubelet on to containerd, and
+//! [`credentials`] keeps what they have brought.
 
 mod credentials;
 mod error;
@@ -52,8 +52,8 @@ const ACCEPTS_FOR: Duration = Duration::from_millis(50);
 /// A proxy snapshotter for containerd: container roots on BCoW images
 ///
 /// containerd unpacks the layers of an image into snapshots. Each layer becomes a BCoW layer once,
-/// and all containers on this machine share it. A container's root is a mount by mount.bcow: the
-/// layers, and an upper with the container's changes.
+/// and all containers on this machine share it. A container's root is a mount that this program
+/// makes: the layers, and an upper with the container's changes.
 #[derive(Debug, Parser)]
 #[command(name = "bcow-snapshotter", version, max_term_width = 100)]
 struct Args {
@@ -67,7 +67,7 @@ struct Args {
         default_value = "/run/bcow-snapshotter/bcow-snapshotter.sock"
     )]
     socket: PathBuf,
-    /// The program bcow [default: beside this program, else in PATH]
+    /// The program bcow, not a script that runs it [default: beside this program, else in PATH]
     #[arg(long, value_name = "PATH")]
     bcow: Option<PathBuf>,
     /// Option for each mount of layers, as in fstab(5): writeback, cache_size=128M (repeatable)
@@ -111,11 +111,6 @@ fn serve(args: &Args) -> Result<(), Error> {
     let content = args.content_store.as_deref();
     let content = content.map(ContentStore::open).transpose()?;
     let snapshots = Snapshots::open(&args.root, tool, &args.remote, mount_options, content)?;
-    for helper in ["mount.fuse3", "mount.bcow"] {
-        if !is_in_path(helper) {
-            tracing::warn!("{helper} is not in PATH: containerd needs it to mount snapshots");
-        }
-    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(THREADS)
@@ -196,9 +191,4 @@ fn bind(socket: &Path) -> Result<UnixListener, Error> {
     fs::set_permissions(&new, Permissions::from_mode(0o600)).at("protect", &new)?;
     fs::rename(&new, socket).at("listen at", socket)?;
     Ok(listener)
-}
-
-fn is_in_path(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|directory| directory.join(program).is_file())
 }

@@ -1,4 +1,4 @@
-//! The mounts of a snapshot.
+//! The mounts of a snapshot, in the form in which containerd gets them.
 
 use std::path::Path;
 
@@ -45,7 +45,7 @@ pub fn of_layers(
         Access::Read => options.push("ro".to_owned()),
         Access::Write(upper) => {
             options.push(format!("upper={}", text(upper)));
-            // For a commit or a copy of files while the container runs.
+            // A container can still use the file system of a mount that was ended here.
             options.push("if_mounted=bind".to_owned());
         }
     }

@@ -58,6 +58,28 @@ pub fn commit(
     upper: &Path,
     layer: &Path,
 ) -> Result<(), Error> {
+    let mut arguments = over(below, options, upper)?;
+    arguments.push(layer.into());
+    tool.run("commit", &arguments)?;
+    Ok(())
+}
+
+/// Whether an upper has changes to the layers `below`.
+pub fn is_changed(
+    tool: &Tool,
+    below: &[String],
+    options: &[String],
+    upper: &Path,
+) -> Result<bool, Error> {
+    match tool.run("diff", &over(below, options, upper)?) {
+        Ok(_) => Ok(false),
+        Err(error) if error.status == Some(1) => Ok(true),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The arguments for an upper over layers.
+fn over(below: &[String], options: &[String], upper: &Path) -> Result<Vec<OsString>, Error> {
     let mut arguments: Vec<OsString> = options.iter().map(OsString::from).collect();
     arguments.extend(["--upper".into(), upper.into()]);
     let (lowest, rest) = below
@@ -66,7 +88,6 @@ pub fn commit(
     for layer in rest {
         arguments.extend(["--layer".into(), layer.into()]);
     }
-    arguments.extend(["--".into(), lowest.into(), layer.into()]);
-    tool.run("commit", &arguments)?;
-    Ok(())
+    arguments.extend(["--".into(), lowest.into()]);
+    Ok(arguments)
 }

@@ -2,8 +2,7 @@
 //
 //	BCOW=target/debug/bcow go test -v ./tests/containerd
 //
-// It needs root, FUSE and mount.fuse3, and BCOW, the absolute path of bcow; bcow-snapshotter is
-// beside it.
+// It needs root, FUSE, and BCOW, the absolute path of bcow; bcow-snapshotter is beside it.
 package containerd
 
 import (
@@ -76,10 +75,5 @@ func TestSnapshotter(t *testing.T) {
 	if bcow == "" || os.Getuid() != 0 {
 		t.Skip("needs root, and BCOW")
 	}
-	helpers := t.TempDir()
-	if err := os.Symlink(bcow, filepath.Join(helpers, "mount.bcow")); err != nil {
-		t.Fatal(err)
-	}
-	t.Setenv("PATH", helpers+":"+os.Getenv("PATH"))
 	testsuite.SnapshotterSuite(t, "bcow", start(bcow))
 }

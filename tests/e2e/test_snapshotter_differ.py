@@ -173,9 +173,13 @@ class Applied(WithSnapshotter):
         self.refused(CODES.FAILED_PRECONDITION, client.Mounts, key="a")
         client.Commit(name="low", key="a")
         self.refused(CODES.FAILED_PRECONDITION, client.Apply, diff=diff, mounts=answer.mounts)
-        # containerd may unpack a layer by itself.
+        # containerd may unpack a layer by itself. What is below it is mounted only then, by the
+        # helper.
+        need("mount.fuse3")
         for key, parent in (("extract-1", ""), ("extract-2", "low")):
             answer = client.Prepare(key=key, parent=parent)
+            kinds = ["fuse3.mount.bcow"] if parent else ["bind"]
+            self.assertEqual([mount.type for mount in answer.mounts], kinds)
             with self.mounted(answer) as root:
                 write_file(os.path.join(root, "b"), "b")
             self.refused(CODES.UNIMPLEMENTED, client.Apply, diff=diff, mounts=answer.mounts)

@@ -9,9 +9,6 @@ use rustix::mount::UnmountFlags;
 
 use crate::host::{At, HostError};
 
-/// The type of FUSE file systems in statfs(2).
-const FUSE_MAGIC: u64 = 0x6573_5546;
-
 /// The state of a directory on which `bcow` mounts.
 #[derive(Debug, PartialEq, Eq)]
 pub enum MountState {
@@ -27,13 +24,11 @@ pub enum MountState {
 pub fn state_of(path: &Path) -> Result<MountState, HostError> {
     // The kernel answers attributes from its caches, but it sends statfs to the process.
     match rustix::fs::statfs(path) {
-        Ok(found) if found.f_type as u64 != FUSE_MAGIC => return Ok(MountState::NotMounted),
         Ok(_) => {}
         Err(Errno::NOENT) => return Ok(MountState::NotMounted),
         Err(Errno::NOTCONN | Errno::CONNABORTED) => return Ok(MountState::Dead),
         Err(errno) => return Err(errno).at("examine", path),
     }
-    // The directory can be on FUSE, too.
     let above = path.parent().unwrap_or(path);
     let device = |path: &Path| {
         fs::metadata(path)
@@ -47,13 +42,18 @@ pub fn state_of(path: &Path) -> Result<MountState, HostError> {
     }
 }
 
-/// Unmounts the uppermost mount at a path; a link there is not followed. Does nothing if there is
-/// none.
+/// Unmounts all that is mounted at a path; a link there is not followed. Does nothing if that is
+/// nothing.
 pub fn unmount(path: &Path, flags: UnmountFlags) -> Result<(), HostError> {
-    match rustix::mount::unmount(path, flags | UnmountFlags::NOFOLLOW) {
-        Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
-        // An ordinary user gets this also where nothing is mounted.
-        Err(Errno::PERM) if matches!(state_of(path), Ok(MountState::NotMounted)) => Ok(()),
-        Err(errno) => Err(errno).at("unmount", path),
+    loop {
+        match rustix::mount::unmount(path, flags | UnmountFlags::NOFOLLOW) {
+            Ok(()) => {}
+            Err(Errno::INVAL | Errno::NOENT) => return Ok(()),
+            // An ordinary user gets this also where nothing is mounted.
+            Err(Errno::PERM) if matches!(state_of(path), Ok(MountState::NotMounted)) => {
+                return Ok(());
+            }
+            Err(errno) => return Err(errno).at("unmount", path),
+        }
     }
 }

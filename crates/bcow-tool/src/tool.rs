@@ -2,7 +2,8 @@
 //! fails one task and not the caller.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Bytes of the messages of a failed command that a client gets.
@@ -77,6 +78,15 @@ impl Tool {
         self.run("pool", &arguments).map(drop)
     }
 
+    /// Mounts as mount(8) does, by the helper `mount.bcow`, which is this program by another name.
+    /// `options` are those of fstab(5).
+    pub fn mount(&self, source: &str, directory: &Path, options: &str) -> Result<(), ToolError> {
+        let mut helper = Command::new(&self.program);
+        helper.arg0("mount.bcow").arg(source).arg(directory);
+        helper.args(["-o", options]).stdout(Stdio::null());
+        self.finish("mount", &mut helper).map(drop)
+    }
+
     /// Runs a command; returns what it has printed.
     pub fn run(&self, command: &str, arguments: &[OsString]) -> Result<Vec<u8>, ToolError> {
         self.run_into(command, arguments, Stdio::piped())
@@ -89,17 +99,20 @@ impl Tool {
         arguments: &[OsString],
         output: Stdio,
     ) -> Result<Vec<u8>, ToolError> {
+        let mut run = Command::new(&self.program);
+        run.arg("--quiet").arg(command).args(arguments);
+        self.finish(command, run.stdout(output))
+    }
+
+    /// Runs a process to its end; returns its standard output if that is a pipe.
+    fn finish(&self, name: &str, process: &mut Command) -> Result<Vec<u8>, ToolError> {
         let failure = |message: String, status: Option<i32>| ToolError {
-            command: format!("{} {command}", self.program.display()),
+            command: format!("{} {name}", self.program.display()),
             message,
             status,
         };
-        let output = Command::new(&self.program)
-            .arg("--quiet")
-            .arg(command)
-            .args(arguments)
+        let output = process
             .stdin(Stdio::null())
-            .stdout(output)
             .stderr(Stdio::piped())
             .spawn()
             .and_then(|child| child.wait_with_output())

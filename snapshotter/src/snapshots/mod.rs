@@ -4,12 +4,15 @@
 //! the layer is applied; it is durable before the commit returns. Or it is a layer of a BCoW image
 //! in a registry, of which nothing is fetched here. An active snapshot without a parent is a plain
 //! directory, into which containerd unpacks the lowest layer of an image. An active snapshot with a
-//! parent is a mount of the parent's layers with an upper, which containerd makes through the
-//! helper `mount.bcow`; for the unpacking of a layer, it is overlayfs over a mount of the parent's
-//! layers. Each mount of layers has its own process, so this process has no state of mounts.
+//! parent is a mount of the parent's layers with an upper; for the unpacking of a layer, it is
+//! overlayfs over a mount of the parent's layers. A view is a mount of layers. `bcow` makes each
+//! mount once, at a directory of the snapshot, and containerd binds it. Other processes serve the
+//! mounts, and the directory says whether a snapshot is mounted, so this process keeps no state of
+//! mounts.
 
 mod applying;
 mod index;
+mod mounting;
 mod place;
 mod unpacking;
 
@@ -142,7 +145,7 @@ impl Snapshots {
             let chain = chain_below(index, &record)?;
             Ok((record, chain))
         })?;
-        self.describe(&record, &chain)
+        self.answer(&record, &chain)
     }
 
     /// Creates an active snapshot or a view, on a committed parent or without a parent. For a layer
@@ -172,7 +175,7 @@ impl Snapshots {
         })?;
         self.place.create(&record)?;
         let mounts =
-            self.describe(&record, &chain)
+            self.answer(&record, &chain)
                 .inspect_err(|_| match self.place.remove(&record) {
                     Ok(()) => self.wake_sweeper(),
                     Err(error) => tracing::warn!("{error}"),
@@ -236,8 +239,9 @@ impl Snapshots {
             _ if active.has_layer => true,
             None => true,
             Some(_) => {
+                mounting::end(&self.place.mounted_root(&active))?;
                 self.place.wait_for_unmount(&active);
-                !self.place.is_untouched(&active)?
+                self.is_changed(&active, &chain)?
             }
         };
         if has_layer && !active.has_layer {
@@ -336,6 +340,15 @@ impl Snapshots {
         Ok(left?)
     }
 
+    /// Whether an active snapshot with a parent has changes to it.
+    fn is_changed(&self, active: &SnapshotRecord, chain: &Chain) -> Result<bool, Error> {
+        if !self.place.has_no_file(active)? {
+            return Ok(!self.place.is_untouched(active)?);
+        }
+        let (layers, options) = (self.layers(chain), self.command_options(chain));
+        tool::is_changed(&self.tool, &layers, &options, &self.place.files(active))
+    }
+
     fn write_layer(
         &self,
         active: &SnapshotRecord,
@@ -343,14 +356,19 @@ impl Snapshots {
         layer: &Path,
     ) -> Result<(), Error> {
         let files = self.place.files(active);
-        let options = match &chain.remote {
-            Some(remote) => self.remote.command_options(&remote.image),
-            None => Vec::new(),
-        };
-        match active.parent {
-            None => tool::convert(&self.tool, &files, layer),
-            Some(_) => tool::commit(&self.tool, &self.layers(chain), &options, &files, layer),
+        if active.parent.is_none() {
+            return tool::convert(&self.tool, &files, layer);
         }
+        let (layers, options) = (self.layers(chain), self.command_options(chain));
+        tool::commit(&self.tool, &layers, &options, &files, layer)
+    }
+
+    /// The options of commands that read the layers.
+    fn command_options(&self, chain: &Chain) -> Vec<String> {
+        let remote = chain.remote.as_ref();
+        remote.map_or_else(Vec::new, |remote| {
+            self.remote.command_options(&remote.image)
+        })
     }
 
     /// The names of the layers, from the lowest.
@@ -361,7 +379,8 @@ impl Snapshots {
         remote.chain(own).collect()
     }
 
-    fn describe(&self, record: &SnapshotRecord, chain: &Chain) -> Result<Vec<Mount>, Error> {
+    /// The mounts of a snapshot. Mounts its layers, if they are not mounted.
+    fn answer(&self, record: &SnapshotRecord, chain: &Chain) -> Result<Vec<Mount>, Error> {
         let files = self.place.files(record);
         let is_writable = record.kind == Kind::Active;
         let mapping = mount::options_of_mapping(&record.labels).map_err(Error::Invalid)?;
@@ -400,10 +419,16 @@ impl Snapshots {
             Error::State(format!("snapshot {:?} has no layer below", record.name))
         })?;
         if by_overlayfs {
-            self.place.unpacking(record).prepare(&layers)
-        } else {
-            Ok(vec![layers])
+            return self.place.unpacking(record).prepare(&self.tool, &layers);
         }
+        if is_unpacking && is_applied {
+            // For the rare layer that the diff service leaves to containerd: a mount in advance
+            // would read the layers below for nothing.
+            return Ok(vec![layers]);
+        }
+        let root = self.place.mounted_root(record);
+        mounting::ensure(&self.tool, &layers, &root)?;
+        Ok(vec![mount::of_directory(&root, is_writable)])
     }
 
     /// Whether overlayfs unpacks a layer into this snapshot. A snapshot keeps the kind of mount

@@ -6,6 +6,7 @@
 //!     record.json        its record
 //!     fs/                active or a view, without a parent: the files
 //!     upper/             active, with a parent: the upper of its mount
+//!     root/              active or a view, with a parent: mounted here, for containerd to bind
 //!     lower/             active, for a layer: the layers below are mounted here
 //!     work/              active, for a layer: the directory that overlayfs needs
 //! ROOT/layers/ID.bcow    the layer of a committed snapshot
@@ -34,6 +35,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, OFlags, flock};
 
+use super::mounting;
 use super::unpacking::{self, Unpacking};
 use crate::error::Error;
 use crate::record::{BadRecord, Id, Kind, RemoteLayer, SnapshotRecord};
@@ -91,6 +93,7 @@ impl SnapshotterRoot {
     }
 
     fn recover(&self) -> Result<FoundSnapshots, Error> {
+        report(mounting::end(&self.in_new("overlayfs/target")));
         for path in self.listed("new") {
             report(remove_all(&path));
         }
@@ -190,6 +193,7 @@ impl SnapshotterRoot {
         let mut free = std::iter::once(damaged.join(&*name)).chain(numbered);
         let free = free.find(|path| path.symlink_metadata().is_err());
         let moved = make_private(&damaged).and_then(|()| {
+            mounting::end_in(path)?;
             let to = free.unwrap_or_else(|| damaged.clone());
             fs::rename(path, &to).at("set aside", path)?;
             sync(&damaged).map(|()| to)
@@ -212,11 +216,16 @@ impl SnapshotterRoot {
     fn tidy(&self, path: &Path, record: &SnapshotRecord) -> Result<(), HostError> {
         let unpacking = self.unpacking(record);
         if record.kind == Kind::Committed {
-            unpacking.end()?;
+            mounting::end_in(path)?;
         }
+        let of_mounts = [
+            self.files(record),
+            self.mounted_root(record),
+            unpacking.lower,
+            unpacking.work,
+        ];
         for path in entries(path)? {
-            let is_files = path == self.files(record);
-            let is_of_mount = is_files || path == unpacking.lower || path == unpacking.work;
+            let is_of_mount = of_mounts.contains(&path);
             let is_kept =
                 path.ends_with("record.json") || (is_of_mount && record.kind != Kind::Committed);
             if !is_kept {
@@ -235,10 +244,16 @@ impl SnapshotterRoot {
         })
     }
 
-    /// The number of the snapshot whose [`files`](Self::files) are at this path.
+    /// The directory where the root of a snapshot with a parent is mounted.
+    pub fn mounted_root(&self, record: &SnapshotRecord) -> PathBuf {
+        self.directory(record.id).join(mounting::ROOT)
+    }
+
+    /// The number of the snapshot whose [`files`](Self::files) or root are at this path.
     pub fn id_of_files(&self, path: &Path) -> Option<Id> {
         let below = path.strip_prefix(self.root.join("snapshots")).ok()?;
-        let is_files = below.ends_with("fs") || below.ends_with("upper");
+        let names = ["fs", "upper", mounting::ROOT];
+        let is_files = names.iter().any(|name| below.ends_with(name));
         below.parent().filter(|_| is_files).and_then(number).map(Id)
     }
 
@@ -246,7 +261,7 @@ impl SnapshotterRoot {
     pub fn unpacking(&self, record: &SnapshotRecord) -> Unpacking {
         let directory = self.directory(record.id);
         Unpacking {
-            lower: directory.join("lower"),
+            lower: directory.join(mounting::LOWER),
             upper: self.files(record),
             work: directory.join("work"),
         }
@@ -398,6 +413,13 @@ impl SnapshotterRoot {
         Ok(entries(&path)?.is_empty() && !self.unpacking(record).is_prepared())
     }
 
+    /// Whether an upper of `bcow` has no file of the tree. The root can have other attributes.
+    pub fn has_no_file(&self, record: &SnapshotRecord) -> Result<bool, Error> {
+        let entries = entries(&self.files(record))?;
+        let is_empty = matches!(&entries[..], [own] if own.ends_with(".bcow"));
+        Ok(is_empty && !self.unpacking(record).is_prepared())
+    }
+
     /// Removes the files of a snapshot that has been committed. If that fails, the next start
     /// does it.
     pub fn drop_files(&self, record: &SnapshotRecord) {
@@ -405,14 +427,17 @@ impl SnapshotterRoot {
         for (directory, name) in [(self.files(record), "files"), (unpacking.work, "work")] {
             report(self.throw_away(&directory, &format!("{}-{name}", record.id)));
         }
-        let _ = fs::remove_dir(unpacking.lower);
+        for directory in [unpacking.lower, self.mounted_root(record)] {
+            let _ = fs::remove_dir(directory);
+        }
     }
 
-    /// Removes a snapshot. A sweep removes its files.
+    /// Ends the mounts of a snapshot, and removes it. A sweep removes its files.
     pub fn remove(&self, record: &SnapshotRecord) -> Result<(), Error> {
-        self.unpacking(record).end()?;
         let id = record.id;
-        self.throw_away(&self.directory(id), &id.to_string())?;
+        let directory = self.directory(id);
+        mounting::end_in(&directory)?;
+        self.throw_away(&directory, &id.to_string())?;
         sync(&self.root.join("snapshots"))?;
         for file in [self.layer(id), self.merged(id)] {
             report(remove_all(&file));
@@ -443,6 +468,13 @@ impl SnapshotterRoot {
         let _one = self.sweeping.lock();
         let mut left = 0;
         for path in entries(&self.root.join("trash"))? {
+            // A `bcow` that outlived a killed snapshotter may have mounted just before the rename.
+            // Its files would be removed through the mount.
+            if let Err(error) = mounting::end_in(&path) {
+                tracing::warn!("{error}");
+                left += 1;
+                continue;
+            }
             let uppers = [path.join("upper"), path.clone()];
             let locks = uppers.each_ref().map(|upper| lock_of(upper));
             if locks.iter().any(Result::is_err) {
@@ -574,6 +606,9 @@ mod tests {
             fs::write(root.join("merged").join(merged), "").unwrap();
         }
         fs::write(root.join("snapshots/2/record.json.new"), "{").unwrap();
+        for id in [1, 2] {
+            fs::create_dir(root.join(format!("snapshots/{id}/root"))).unwrap();
+        }
         drop(place);
 
         let (place, found) = SnapshotterRoot::open(root).unwrap();
@@ -585,7 +620,8 @@ mod tests {
         assert_eq!(names(&root.join("merged")), ["1.bcow"]);
         assert_eq!(names(&root.join("new")), [""; 0]);
         assert_eq!(names(&root.join("snapshots/1")), ["record.json"]);
-        assert_eq!(names(&root.join("snapshots/2")), ["record.json", "upper"]);
+        let kept = ["record.json", "root", "upper"];
+        assert_eq!(names(&root.join("snapshots/2")), kept);
         assert_eq!(place.sweep().unwrap(), 0);
         assert_eq!(names(&root.join("trash")), [""; 0]);
     }

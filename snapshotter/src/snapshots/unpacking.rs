@@ -8,13 +8,13 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use bcow_tool::host::make_private;
-use bcow_tool::{At, HostError, MountState, state_of, unmount};
+use bcow_tool::{At, HostError, Tool};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, XattrFlags, utimensat};
-use rustix::mount::{MountFlags, UnmountFlags, mount};
+use rustix::mount::{MountFlags, mount};
 
+use super::mounting;
 use crate::error::Error;
 use crate::mount::{of_unpacking, options_of_overlay, text};
 use crate::protocol::Mount;
@@ -35,18 +35,8 @@ pub struct Unpacking {
 impl Unpacking {
     /// Mounts the layers below, and prepares the upper. `layers` is their mount. Returns the mounts
     /// that containerd makes.
-    pub fn prepare(&self, layers: &Mount) -> Result<Vec<Mount>, Error> {
-        match state_of(&self.lower)? {
-            MountState::Served => {}
-            MountState::Dead => {
-                self.end()?;
-                mount_layers(layers, &self.lower)?;
-            }
-            MountState::NotMounted => {
-                make_private(&self.lower)?;
-                mount_layers(layers, &self.lower)?;
-            }
-        }
+    pub fn prepare(&self, tool: &Tool, layers: &Mount) -> Result<Vec<Mount>, Error> {
+        mounting::ensure(tool, layers, &self.lower)?;
         if !self.is_prepared() {
             // overlayfs shows the attributes of the upper as those of the root.
             copy_attributes(&self.lower, &self.upper)?;
@@ -73,7 +63,8 @@ impl Unpacking {
                 self.upper.display()
             )));
         }
-        self.end()?;
+        // An overlayfs elsewhere that still uses it keeps it alive.
+        mounting::end(&self.lower)?;
         // overlayfs does not know what this directory means to `bcow`.
         let reserved = self.upper.join(".bcow");
         match reserved.symlink_metadata() {
@@ -83,11 +74,6 @@ impl Unpacking {
                 "the layer has a file /.bcow, a name that bcow reserves".to_owned(),
             )),
         }
-    }
-
-    /// Ends the mount of the layers below. An overlayfs that still uses it keeps it alive.
-    pub fn end(&self) -> Result<(), HostError> {
-        unmount(&self.lower, UnmountFlags::DETACH)
     }
 }
 
@@ -110,7 +96,7 @@ pub fn is_supported(scratch: &Path) -> Result<bool, HostError> {
         options.as_c_str(),
     ) {
         Ok(()) => {
-            unmount(&target, UnmountFlags::DETACH)?;
+            mounting::end(&target)?;
             Ok(true)
         }
         Err(errno) => {
@@ -120,27 +106,6 @@ pub fn is_supported(scratch: &Path) -> Result<bool, HostError> {
             );
             Ok(false)
         }
-    }
-}
-
-/// Makes a mount of layers as containerd does.
-fn mount_layers(layers: &Mount, target: &Path) -> Result<(), Error> {
-    let failed = |why: &str| {
-        Error::State(format!(
-            "cannot mount {} at {}: {why}",
-            layers.source,
-            target.display()
-        ))
-    };
-    let output = Command::new("mount.fuse3")
-        .args([layers.source.as_ref(), target.as_os_str()])
-        .args(["-o", &layers.options.join(","), "-t", "mount.bcow"])
-        .output()
-        .map_err(|error| failed(&format!("mount.fuse3: {error}")))?;
-    if output.status.success() {
-        Ok(())
-    } else {
-        Err(failed(String::from_utf8_lossy(&output.stderr).trim()))
     }
 }
 

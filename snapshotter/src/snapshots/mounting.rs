@@ -1,0 +1,63 @@
+//! The mounts of layers at directories of snapshots.
+//!
+//! Each is a mount by `bcow`, in a process of its own or in that of a pool. It does not need this
+//! process: the next one finds it at its directory.
+
+use std::path::Path;
+
+use bcow_tool::host::make_private;
+use bcow_tool::{At, HostError, MountState, Tool, state_of, unmount};
+use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_change};
+
+use crate::error::Error;
+use crate::protocol::Mount;
+
+/// The directory of a snapshot that is the source of containerd's bind mounts.
+pub const ROOT: &str = "root";
+/// The directory of a snapshot with the layers below a layer that is unpacked.
+pub const LOWER: &str = "lower";
+
+/// Mounts layers at a directory, unless they are mounted there.
+pub fn ensure(tool: &Tool, layers: &Mount, directory: &Path) -> Result<(), Error> {
+    match state_of(directory)? {
+        MountState::Served => return Ok(()),
+        MountState::Dead => {
+            tracing::warn!(
+                "the mount at {} has no process any more; it is made again",
+                directory.display()
+            );
+            end(directory)?;
+        }
+        MountState::NotMounted => make_private(directory)?,
+    }
+    tool.mount(&layers.source, directory, &layers.options.join(","))
+        .map_err(|error| {
+            Error::State(format!(
+                "cannot mount {} at {}: {}",
+                layers.source,
+                directory.display(),
+                error.message
+            ))
+        })?;
+    // What is mounted inside a bind mount of it must not appear here.
+    Ok(mount_change(directory, MountPropagationFlags::PRIVATE).at("make private", directory)?)
+}
+
+/// Ends the mounts at a directory. Bind mounts of it, and programs that use it, keep the file
+/// system until they end.
+pub fn end(directory: &Path) -> Result<(), HostError> {
+    unmount(directory, UnmountFlags::DETACH)
+}
+
+/// Ends the mounts in the directory of a snapshot.
+pub fn end_in(snapshot: &Path) -> Result<(), HostError> {
+    // A link would lead to mounts of others.
+    if snapshot
+        .symlink_metadata()
+        .is_ok_and(|found| found.is_dir())
+    {
+        end(&snapshot.join(ROOT))?;
+        end(&snapshot.join(LOWER))?;
+    }
+    Ok(())
+}
