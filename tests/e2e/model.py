@@ -132,7 +132,7 @@ class Pair:
     def true_hole(self, slot, offset, what, found):
         fd = os.open(f"/proc/self/fd/{self.model.files[slot]}", os.O_RDONLY)
         try:
-            data = os.pread(fd, MOST_BYTES * 2, 0)
+            data = os.pread(fd, os.fstat(fd).st_size, 0)
         finally:
             os.close(fd)
         tail = data[offset:]

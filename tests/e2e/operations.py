@@ -159,8 +159,8 @@ class Side:
     def do_seek_hole(self, slot, offset, what):
         """A file system may choose where data and holes begin; Pair checks that the answer is
         true."""
-        if stat.S_ISDIR(os.fstat(self.file(slot)).st_mode):
-            raise IsADirectoryError(errno.EISDIR, "directories have no comparable holes")
+        if not stat.S_ISREG(os.fstat(self.file(slot)).st_mode):
+            raise OSError(errno.EISDIR, "only files have comparable holes")
         try:
             found = os.lseek(self.file(slot), offset,
                              os.SEEK_DATA if what == "data" else os.SEEK_HOLE)

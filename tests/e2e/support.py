@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(TOP, "tests", "oracle"))
@@ -192,14 +193,21 @@ def is_mounted(where):
     return os.fsencode(escaped) in places
 
 
+def set_environment(case, **variables):
+    """Sets variables of the environment for the tests of a class."""
+    patch = unittest.mock.patch.dict(os.environ, variables)
+    patch.start()
+    case.addClassCleanup(patch.stop)
+
+
 @contextlib.contextmanager
-def mounted(image, *options, user=None):
+def mounted(image, *options, layers=(), user=None):
     """A bcow mount for the length of a with block."""
     where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
     if user is not None:
         os.chown(where, user, user)
         image, where = for_everyone(image), for_everyone(where)
-    bcow("mount", image, where, *options, user=user, timeout=60)
+    bcow("mount", image, *layers, where, *options, user=user, timeout=60)
     try:
         if not is_mounted(where):
             raise AssertionError("bcow mount returned, and nothing is mounted")

@@ -18,7 +18,8 @@ import tempfile
 import unittest
 
 from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, converted,
-                     flip, need, read_bytes, read_text, run, served, until, write_file)
+                     flip, need, read_bytes, read_text, run, served, set_environment, until,
+                     write_file)
 import tree
 import vm
 
@@ -76,17 +77,8 @@ class Ext4(Scratch):
         need("umoci", "e2fsck", "losetup", "nbdfuse", root=True, fuse=True)
         super().setUpClass()
         cls.use_image("small")
-        views = cls.path("views")
-        before = os.environ.get("BCOW_VIEWS")
-        os.environ["BCOW_VIEWS"] = views
-
-        def restore():
-            os.environ.pop("BCOW_VIEWS")
-            if before is not None:
-                os.environ["BCOW_VIEWS"] = before
-
-        cls.addClassCleanup(restore)
-        cls.views = views
+        cls.views = cls.path("views")
+        set_environment(cls, BCOW_VIEWS=cls.views)
         cls.image = cls.path("small.bcow")
         bcow("convert", cls.source, cls.image)
 

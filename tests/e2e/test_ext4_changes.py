@@ -18,7 +18,7 @@ import unittest
 import support
 import test_upper
 from support import (UNPRIVILEGED, WORK, Scratch, assert_refused, assert_same_tree, bcow,
-                     for_everyone, need, overwrite, read_bytes, run, until)
+                     for_everyone, need, overwrite, read_bytes, run, set_environment, until)
 from test_kernel_driver import LIBC, SECONDS
 from test_upper import EPOCH, write
 
@@ -29,19 +29,6 @@ ROUNDS = int(os.environ.get("BCOW_ROUNDS") or 4)
 OPERATIONS = 120
 # How many damaged disks are read.
 FLIPS = int(os.environ.get("BCOW_FLIPS") or 60)
-
-
-def views_of_their_own(case, directory):
-    """The tests of a class keep views in a directory of theirs."""
-    before = os.environ.get("BCOW_VIEWS")
-    os.environ["BCOW_VIEWS"] = directory
-
-    def restore():
-        os.environ.pop("BCOW_VIEWS")
-        if before is not None:
-            os.environ["BCOW_VIEWS"] = before
-
-    case.addClassCleanup(restore)
 
 
 @contextlib.contextmanager
@@ -65,7 +52,7 @@ class OfDisk(test_upper.Uppers, unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         need("e2fsck", "losetup", root=True, fuse=True)
-        views_of_their_own(cls, os.path.join(WORK, cls.NAME, "views"))
+        set_environment(cls, BCOW_VIEWS=os.path.join(WORK, cls.NAME, "views"))
         super().setUpClass()
 
     @classmethod
@@ -250,7 +237,7 @@ class Changes(Scratch):
     def setUpClass(cls):
         need("umoci", "e2fsck", "losetup", "setfacl", root=True, fuse=True)
         super().setUpClass()
-        views_of_their_own(cls, cls.path("views"))
+        set_environment(cls, BCOW_VIEWS=cls.path("views"))
         cls.lower = cls.path("lower")
         test_upper.make_lower(cls.lower)
         cls.base = cls.path("base.bcow")

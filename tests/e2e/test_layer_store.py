@@ -192,21 +192,12 @@ class LayerStore(support.Scratch):
         cls.addClassCleanup(cls.servers.close)
         cls.address = cls.servers.enter_context(registry(cls.directory))
         cls.auth = cls.path("auth.json")
-        certificate = os.environ.get("SSL_CERT_FILE")
-        os.environ["SSL_CERT_FILE"] = cls.path("ca.pem")
-        cls.addClassCleanup(cls.restore, certificate)
+        support.set_environment(cls, SSL_CERT_FILE=cls.path("ca.pem"))
         for name in "app", "other":
             cls.push(name, name)
         cls.attach("app", "app")
         run("umoci", "unpack", "--image", f"{cls.layout.path}:app", cls.path("bundle"))
         run("umoci", "unpack", "--image", f"{cls.layout.path}:moved", cls.path("bundle2"))
-
-    @staticmethod
-    def restore(certificate):
-        if certificate is None:
-            del os.environ["SSL_CERT_FILE"]
-        else:
-            os.environ["SSL_CERT_FILE"] = certificate
 
     @classmethod
     def name(cls, name):

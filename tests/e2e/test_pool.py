@@ -22,14 +22,14 @@ import tempfile
 import threading
 import time
 import unittest
-import unittest.mock
 
 import test_ahead
 import test_remote
 import test_union_fsx
 from promises import promise
 from support import (BCOW, UNPRIVILEGED, WORK, Scratch, assert_refused, bcow, for_everyone,
-                     is_mounted, need, read_bytes, read_text, run, until, write_file)
+                     is_mounted, need, read_bytes, read_text, run, set_environment, until,
+                     write_file)
 
 TIMEOUT = 60
 # How often a test kills or replaces the process of a pool under load.
@@ -794,9 +794,7 @@ class KernelDriver(PoolCase):
         super().setUpClass()
         # Loop devices show the names of disks and uppers, and other tests have some too.
         cls.disk = cls.path(f"disk-{os.path.basename(cls.directory)}.bcow")
-        views = unittest.mock.patch.dict(os.environ, BCOW_VIEWS=cls.path("views"))
-        views.start()
-        cls.addClassCleanup(views.stop)
+        set_environment(cls, BCOW_VIEWS=cls.path("views"))
         bcow("create", "-b", cls.image, "--fs", "ext4", "-s", "1G", cls.disk, timeout=TIMEOUT)
         cls.plain = cls.path(f"plain-{os.path.basename(cls.directory)}.bcow")
         bcow("convert", "--plain", cls.image, cls.plain, timeout=TIMEOUT)

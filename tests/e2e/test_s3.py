@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import socket
-import ssl
 import subprocess
 import tarfile
 import tempfile
@@ -27,9 +26,9 @@ import unittest
 import urllib.parse
 
 import test_remote
-from support import (BCOW, WORK, assert_refused, assert_same_tree, bcow, mounted, need, read_bytes,
-                     run, until, write_file)
-from test_remote import TIMEOUT, make_certificates, registry
+from support import (BCOW, assert_refused, assert_same_tree, bcow, mounted, read_bytes, run, until,
+                     write_file)
+from test_remote import TIMEOUT, registry
 from web import WebServer
 
 KEY_ID, SECRET = "AKIATESTSOFBCOW", "geheim/4711+Schluessel"
@@ -298,30 +297,22 @@ class Server(WebServer):
             self.objects[path], self.tags[path], self.marks[path] = data, tag, mark
 
 
-class Bucket(unittest.TestCase):
+class Bucket(test_remote.WebCase):
+    @staticmethod
+    def make_tree(top):
+        for n in range(20):
+            os.makedirs(os.path.join(top, f"dir-{n}"))
+            write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(100_000))
+
     @classmethod
     def setUpClass(cls):
-        need("openssl", root=True, fuse=True)
-        cls.directory = tempfile.mkdtemp(prefix="s3-", dir=WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
-        make_certificates(cls.directory)
-        cls.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        cls.context.load_cert_chain(cls.path("leaf.pem"), cls.path("leaf.key"))
-        cls.tree = cls.path("tree")
-        for n in range(20):
-            os.makedirs(os.path.join(cls.tree, f"dir-{n}"))
-            write_file(os.path.join(cls.tree, f"dir-{n}", "file"), os.urandom(100_000))
-        cls.image = cls.path("image.bcow")
-        bcow("convert", f"dir:{cls.tree}", cls.image, timeout=TIMEOUT)
+        super().setUpClass()
         data = read_bytes(cls.image)
         cls.key = "team x/\u00e9+=&.bcow"
         cls.objects = {"image.bcow": data, cls.key: data}
 
-    path = classmethod(test_remote.Remote.path.__func__)
-    bcow, mounted = test_remote.Remote.bcow, test_remote.Remote.mounted
-
     def setUp(self):
-        test_remote.Remote.setUp(self)
+        super().setUp()
         home = tempfile.mkdtemp(prefix="home-", dir=self.directory)
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             self.addCleanup(os.environ.__setitem__, name, os.environ.pop(name))

@@ -5,15 +5,16 @@ which of the attributes may change.
 BCOW_ROUNDS=100 runs more sequences, BCOW_STEPS=500 longer ones, and BCOW_SEED=7 others.
 """
 
-import contextlib
 import os
 import random
+import stat
 import tarfile
 import time
 
-import names_model
+import operations
 import subjects
 import support
+import syscalls
 from promises import promise
 from support import bcow, read_bytes, run, write_file
 from union import LowerCase
@@ -127,140 +128,72 @@ class Sides:
         self.require_unchanged(f"{action} and a listing")
 
 
+class Side(operations.Side):
+    """With whole files."""
+
+    def do_create(self, path):
+        write_file(self.at(path), b"new")
+
+    def do_append(self, path):
+        with open(self.at(path), "ab", buffering=0) as file:
+            file.write(b"more")
+            os.fsync(file.fileno())
+
+    def do_read_all(self, path):
+        return operations.digest(read_bytes(self.at(path)))
+
+
 class Changes:
     """Random changes, which both sides make."""
 
     def __init__(self, sides, seed):
         self.sides, self.random, self.count = sides, random.Random(seed), 0
-
-    def paths(self):
-        """The files and the directories, without the root."""
-        files, directories = [], []
-        for path, below, names in os.walk(self.sides.copy.where):
-            relative = os.path.relpath(path, self.sides.copy.where)
-            files += [os.path.normpath(os.path.join(relative, name)) for name in names]
-            directories += [os.path.normpath(os.path.join(relative, name)) for name in below]
-        return sorted(files), sorted(directories)
-
-    def new(self):
-        self.count += 1
-        _, directories = self.paths()
-        return os.path.join(self.random.choice([".", *directories]), f"n{self.count}")
-
-    def both(self, change):
-        """Makes a change at both sides, which have the same result."""
-        def result(where):
-            try:
-                change(lambda path: os.path.join(where, path))
-                return "done"
-            except OSError as error:
-                return error.errno
-
-        results = [result(side.where) for side in (self.sides.copy, self.sides.mount)]
-        if results[0] != results[1]:
-            raise Wrong(f"{self.action}: {results}")
+        self.copy, self.mount = Side(sides.copy.where), Side(sides.mount.where)
 
     def step(self):
         tick()
-        kinds = [self.create, self.append, self.append, self.append, self.remove, self.directory,
-                 self.remove_directory, self.move, self.move_directory, self.link, self.mode,
-                 self.owner, self.times, self.attribute, self.read, self.exchange]
-        self.random.choice(kinds)()
-        self.sides.check(self.action)
+        name, arguments = self.propose()
+        action = f"{name} {arguments}"
+        results = [side.do(name, arguments) for side in (self.copy, self.mount)]
+        if results[0] != results[1]:
+            raise Wrong(f"{action}: {results}")
+        self.sides.check(action)
         choice = self.random.random()
         if choice < 0.1:
-            self.sides.remount(self.action)
+            self.sides.remount(action)
         elif choice < 0.3:
             # The kernel forgets what it knows, and asks again.
             write_file("/proc/sys/vm/drop_caches", b"2")
-            self.sides.require_unchanged(f"{self.action} and a new lookup")
+            self.sides.require_unchanged(f"{action} and a new lookup")
 
-    def some(self, directories=False):
-        return self.random.choice(self.paths()[directories])
-
-    def create(self):
-        path = self.new()
-        self.action = f"create {path}"
-        self.both(lambda at: write_file(at(path), b"new"))
-
-    def append(self):
-        path = self.some()
-        self.action = f"append to {path}"
-
-        def append(at):
-            with open(at(path), "ab") as file:
-                file.write(b"more")
-                file.flush()
-                os.fsync(file.fileno())
-
-        self.both(append)
-
-    def read(self):
-        path = self.some()
-        self.action = f"read {path}"
-        self.both(lambda at: read_bytes(at(path)))
-
-    def remove(self):
-        path = self.some()
-        if len(self.paths()[0]) < 5:
-            return self.create()
-        self.action = f"remove {path}"
-        self.both(lambda at: os.unlink(at(path)))
-
-    def directory(self):
-        path = self.new()
-        self.action = f"mkdir {path}"
-        self.both(lambda at: os.mkdir(at(path)))
-
-    def remove_directory(self):
-        path = self.some(True)
-        if len(self.paths()[1]) < 4:
-            return self.directory()
-        self.action = f"rmdir {path}"
-        self.both(lambda at: os.rmdir(at(path)))
-
-    def move(self):
-        path, to = self.some(), self.random.choice([self.new(), self.some()])
-        self.action = f"rename {path} to {to}"
-        self.both(lambda at: os.rename(at(path), at(to)))
-
-    def move_directory(self):
-        path, to = self.some(True), self.random.choice([self.new(), self.some(True)])
-        self.action = f"rename {path} to {to}"
-        self.both(lambda at: os.rename(at(path), at(to)))
-
-    def exchange(self):
-        path, to = self.some(self.random.random() < 0.5), self.some(self.random.random() < 0.5)
-        self.action = f"exchange {path} and {to}"
-        self.both(lambda at: names_model.rename_with(at(path), at(to),
-                                                     names_model.RENAME_EXCHANGE))
-
-    def link(self):
-        path, to = self.some(), self.new()
-        self.action = f"link {path} to {to}"
-        self.both(lambda at: os.link(at(path), at(to)))
-
-    def mode(self):
-        path = self.some(self.random.random() < 0.7)
-        mode = self.random.choice([0o755, 0o700, 0o2775])
-        self.action = f"chmod {path} {mode:o}"
-        self.both(lambda at: os.chmod(at(path), mode))
-
-    def owner(self):
-        path, user = self.some(self.random.random() < 0.7), self.random.choice([0, 1000])
-        self.action = f"chown {path} {user}"
-        self.both(lambda at: os.chown(at(path), user, user))
-
-    def times(self):
-        path = self.some(self.random.random() < 0.7)
-        nanoseconds = subjects.EPOCH + self.random.randrange(10**12)
-        self.action = f"utimens {path}"
-        self.both(lambda at: os.utime(at(path), ns=(nanoseconds, nanoseconds)))
-
-    def attribute(self):
-        path, value = self.some(self.random.random() < 0.7), self.random.randbytes(8)
-        self.action = f"setfattr {path}"
-        self.both(lambda at: os.setxattr(at(path), "user.test", value))
+    def propose(self):
+        """An operation that may change directories, but leaves a few files and directories."""
+        pick = self.random.choice
+        files, directories = [], []
+        for path, info in sorted(self.copy.entries().items()):
+            if path != ".":
+                (directories if stat.S_ISDIR(info.st_mode) else files).append(path)
+        self.count += 1
+        new = {"path": os.path.join(pick([".", *directories]), f"n{self.count}")}
+        file, directory = {"path": pick(files)}, {"path": pick(directories)}
+        some = pick([file, directory, directory])
+        user, time = pick([0, 1000]), subjects.EPOCH + self.random.randrange(10**12)
+        create, mkdir = ("create", new), ("mkdir", {**new, "mode": 0o777})
+        append = ("append", file)
+        return pick([
+            create, append, append, append, mkdir, ("read_all", file),
+            ("unlink", file) if len(files) > 4 else create,
+            ("rmdir", directory) if len(directories) > 3 else mkdir,
+            ("rename", {**file, "new": pick([new["path"], pick(files)]), "flags": 0}),
+            ("rename", {**directory, "new": pick([new["path"], pick(directories)]), "flags": 0}),
+            ("rename", {**pick([file, directory]), "new": pick([pick(files), pick(directories)]),
+                        "flags": syscalls.RENAME_EXCHANGE}),
+            ("link", {**file, "new": new["path"]}),
+            ("chmod", {**some, "mode": pick([0o755, 0o700, 0o2775])}),
+            ("chown", {**some, "uid": user, "gid": user, "follow": True}),
+            ("utimens", {**some, "atime": time, "mtime": time, "follow": True}),
+            ("set_xattr", {**some, "name": "user.test", "tag": self.count, "length": 8,
+                           "flags": 0})])
 
 
 class Directories(LowerCase):
@@ -324,41 +257,29 @@ class Times(support.Scratch):
     def test_times_that_the_host_cannot_store_stay(self):
         image = os.path.join(self.directory, "times.bcow")
         bcow("convert", f"tar:{self.archive}", image)
-        small, host, where = (os.path.join(self.directory, name) for name in
-                              ("small.ext4", "host", "where"))
-        for path in (host, where):
-            os.mkdir(path)
+        small, host = (os.path.join(self.directory, name) for name in ("small.ext4", "host"))
+        os.mkdir(host)
         # Inodes of 128 bytes have 32 bits for the seconds, and no nanoseconds.
         run("mkfs.ext4", "-q", "-I", "128", small, "64M")
         run("mount", "-o", "loop", small, host)
         self.addCleanup(run, "umount", host)
         upper = os.path.join(host, "upper")
 
-        def seen():
+        def seen(where):
             return {name: os.lstat(os.path.join(where, name)).st_mtime_ns
                     for name in sorted(os.listdir(where))}
 
-        with bcow_mounted(image, where, upper):
-            before = seen()
+        with support.mounted(image, "--upper", upper) as where:
+            before = seen(where)
             self.assertEqual(len(before), 3 * len(self.times))
             for name in before:
                 os.lchown(os.path.join(where, name), 7, 7)
-            self.assertEqual(seen(), before)
+            self.assertEqual(seen(where), before)
         bcow("fsck", upper)
-        with bcow_mounted(image, where, upper):
-            self.assertEqual(seen(), before)
+        with support.mounted(image, "--upper", upper) as where:
+            self.assertEqual(seen(where), before)
         # A layer of the upper has them too.
         layer = os.path.join(self.directory, "layer.bcow")
         bcow("commit", "--upper", upper, image, layer)
-        bcow("mount", image, layer, where)
-        self.addCleanup(run, "umount", where)
-        self.assertEqual(seen(), before)
-
-
-@contextlib.contextmanager
-def bcow_mounted(image, where, upper):
-    bcow("mount", image, where, "--upper", upper)
-    try:
-        yield
-    finally:
-        bcow("umount", where)
+        with support.mounted(image, layers=[layer]) as where:
+            self.assertEqual(seen(where), before)

@@ -18,8 +18,8 @@ import tempfile
 import unittest
 
 import support
-from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, for_everyone,
-                     is_mounted, need, read_bytes, run, until, write_file)
+from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, flip,
+                     for_everyone, is_mounted, need, read_bytes, run, until, write_file)
 import tree
 
 OVERLAY = "metacopy=on,redirect_dir=on,index=off,xino=off"
@@ -218,48 +218,33 @@ class Uppers:
             self.assert_shows_the_union(moved, option, os.path.dirname(self.base))
         self.assert_shows_the_union(moved, "--store", self.store())
 
-    def layered(self, *arguments):
-        """A mount of the image with layers on top of it."""
-        where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
-        bcow("mount", self.base, *arguments[:-1], where, *arguments[-1], timeout=60)
-        return where
-
     def test_a_mount_shows_layers_on_top_of_their_image(self):
         layer = self.path("on-top.bcow")
         self.commit(layer)
-        where = self.layered(layer, ())
-        try:
-            with support.mounted(self.after) as after:
-                assert_same_tree(self, where, after)
-        finally:
-            bcow("umount", where, timeout=60)
+        with (support.mounted(self.base, layers=[layer]) as where,
+              support.mounted(self.after) as after):
+            assert_same_tree(self, where, after)
         # Written to and committed; then mounted with both layers.
         upper, second, whole = self.path("on-top-upper"), self.path("on-top-2.bcow"), self.path(
             "on-top-whole.bcow")
-        where = self.layered(layer, ("--upper", upper))
-        try:
+        with support.mounted(self.base, "--upper", upper, layers=[layer]) as where:
             write(f"{where}/etc/on-top", b"new")
             with open(f"{where}/var/lib/data/table", "r+b") as file:
                 file.seek(8192)
                 file.write(b"changed")
             os.unlink(f"{where}/new-1")
-        finally:
-            bcow("umount", where, timeout=60)
         commit = ("commit", self.base, "--layer", layer, "--upper", upper)
         bcow(*commit, second, env=EPOCH)
         bcow(*commit, whole, "--flatten", env=EPOCH)
         # Unchanged blocks are in the image and in the first layer.
         self.assertLess(os.path.getsize(second), 1 << 20)
-        where = self.layered(layer, second, ())
-        try:
-            with support.mounted(whole) as shown:
-                assert_same_tree(self, where, shown)
+        with (support.mounted(self.base, layers=[layer, second]) as where,
+              support.mounted(whole) as shown):
+            assert_same_tree(self, where, shown)
             self.assertEqual(read_bytes(f"{where}/etc/on-top"), b"new")
             self.assertFalse(os.path.lexists(f"{where}/new-1"))
-        finally:
-            bcow("umount", where, timeout=60)
         # The upper belongs to the image together with the layer, not to either alone.
-        refused = bcow("mount", self.base, where, "--upper", upper, check=False)
+        refused = bcow("mount", self.base, self.merged, "--upper", upper, check=False)
         assert_refused(self, refused, "another image|belongs to")
         # The merged metadata is kept, also for an upper from a mount without it.
         merged, made = self.path("on-top-merged"), []
@@ -267,12 +252,9 @@ class Uppers:
         for layers, image, options in (((layer, second), whole, ()), ((layer, second), whole, ()),
                                        ((layer,), whole, ("--upper", upper)),
                                        ((layer,), self.after, ())):
-            where = self.layered(*layers, ("--merged", merged, *options))
-            try:
-                with support.mounted(image) as shown:
-                    assert_same_tree(self, where, shown)
-            finally:
-                bcow("umount", where, timeout=60)
+            with (support.mounted(self.base, "--merged", merged, *options, layers=layers) as where,
+                  support.mounted(image) as shown):
+                assert_same_tree(self, where, shown)
             made.append(os.stat(merged).st_ino)
             self.assertEqual(stat.S_IMODE(os.stat(merged).st_mode), 0o600)
         self.assertEqual(made[0], made[1])
@@ -404,13 +386,10 @@ class OfBcow(Uppers, unittest.TestCase):
         bcow("convert", f"oci:{layout}:plain", f"oci:{layout}:stack")
         upper = self.path("second-upper")
         shutil.rmtree(upper, ignore_errors=True)
-        bcow("mount", f"oci:{layout}:stack", self.merged, "--upper", upper)
-        try:
-            with open(f"{self.merged}/etc/unchanged", "ab") as file:
+        with support.mounted(f"oci:{layout}:stack", "--upper", upper) as where:
+            with open(f"{where}/etc/unchanged", "ab") as file:
                 file.write(b"changed after all")
-            os.unlink(f"{self.merged}/holes")
-        finally:
-            bcow("umount", self.merged)
+            os.unlink(f"{where}/holes")
         bcow("commit", f"oci:{layout}:stack", "--upper", upper, f"oci:{layout}:third", env=EPOCH)
         before, after = (json.loads(run("skopeo", "inspect", "--raw", f"oci:{layout}:{name}").out)
                          for name in ("plain", "third"))
@@ -565,13 +544,6 @@ class OfBcow(Uppers, unittest.TestCase):
         self.partial(upper)
 
     def test_fsck_names_damage_and_does_not_change_it(self):
-        def flip(path, offset):
-            with open(path, "r+b") as file:
-                file.seek(offset)
-                byte = file.read(1)
-                file.seek(offset)
-                file.write(bytes([byte[0] ^ 1]))
-
         def mark(name, value, path="var/lib/data/table"):
             return lambda upper: os.setxattr(f"{upper}/{path}", f"trusted.{name}", value)
 

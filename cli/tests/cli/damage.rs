@@ -5,14 +5,13 @@ use serde_json::Value;
 use crate::support::{Sandbox, Tar, noise, snapshot, words};
 
 fn inspect(sandbox: &Sandbox, name: &str) -> Value {
-    serde_json::from_slice(&sandbox.ok(&["inspect", "--json", name])).unwrap()
+    sandbox.json(&["inspect", "--json", name])
 }
 
 /// Where the image stores the byte `offset` of its address space.
 fn stored_at(sandbox: &Sandbox, name: &str, offset: u64) -> usize {
     let start = format!("--start={offset}");
-    let map = sandbox.ok(&["map", "--json", &start, "--length=1", name]);
-    let map: Value = serde_json::from_slice(&map).unwrap();
+    let map = sandbox.json(&["map", "--json", &start, "--length=1", name]);
     map["extents"][0]["uba"].as_u64().unwrap() as usize
 }
 
@@ -35,13 +34,12 @@ fn damaged_file_content() {
     // Blocks are stored as they are, so the content can be found.
     let at = find(&sandbox, "image.bcow", &noise(10_000)[..64]);
     flip(&sandbox, "image.bcow", at);
-    let cat = sandbox.shown(&["cat", "image.bcow", "usr/bin/su"]);
-    snapshot!("content_cat", cat);
-    snapshot!("content_fsck", sandbox.shown(&["fsck", "image.bcow"]));
-    snapshot!(
-        "content_fsck_data",
-        sandbox.shown(&["fsck", "--data", "image.bcow"])
-    );
+    let shown = sandbox.all_shown(&[
+        &["cat", "image.bcow", "usr/bin/su"],
+        &["fsck", "image.bcow"],
+        &["fsck", "--data", "image.bcow"],
+    ]);
+    snapshot!("content", shown);
     let extract = sandbox.run(&["extract", "image.bcow", "usr/bin", "out"]);
     assert_eq!(extract.status.code(), Some(1));
     assert!(!sandbox.path("out/su").exists(), "half a file was left");
@@ -65,8 +63,7 @@ fn root_hash(sandbox: &Sandbox, name: &str) -> String {
 fn fsck_with_a_root_hash_reads_every_byte() {
     let sandbox = Sandbox::with_image();
     let root = format!("--root-hash={}", root_hash(&sandbox, "image.bcow"));
-    let check = ["fsck", "--json", &root, "image.bcow"];
-    let json: Value = serde_json::from_slice(&sandbox.ok(&check)).unwrap();
+    let json = sandbox.json(&["fsck", "--json", &root, "image.bcow"]);
     assert_eq!(
         (&json["checked"], &json["data"]),
         (&"all".into(), &true.into())
@@ -148,12 +145,12 @@ fn damaged_tables() {
     let sandbox = Sandbox::with_image();
     let root = u64::from_le_bytes(sandbox.read("image.bcow")[72..80].try_into().unwrap());
     flip(&sandbox, "image.bcow", root as usize);
-    snapshot!("root_table_ls", sandbox.shown(&["ls", "image.bcow"]));
-    snapshot!("root_table_fsck", sandbox.shown(&["fsck", "image.bcow"]));
-    snapshot!(
-        "root_table_fsck_json",
-        sandbox.shown(&["fsck", "--json", "image.bcow"])
-    );
+    let shown = sandbox.all_shown(&[
+        &["ls", "image.bcow"],
+        &["fsck", "image.bcow"],
+        &["fsck", "--json", "image.bcow"],
+    ]);
+    snapshot!("root_table", shown);
 }
 
 #[test]
@@ -187,8 +184,8 @@ fn damaged_headers() {
     );
     flip(&sandbox, "image.bcow", 60);
     flip(&sandbox, "image.bcow", 512 + 60);
-    snapshot!("both_slots_ls", sandbox.shown(&["ls", "image.bcow"]));
-    snapshot!("both_slots_fsck", sandbox.shown(&["fsck", "image.bcow"]));
+    let shown = sandbox.all_shown(&[&["ls", "image.bcow"], &["fsck", "image.bcow"]]);
+    snapshot!("both_slots", shown);
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn damage_su(sandbox: &Sandbox) {
 }
 
 pub fn statistics(place: &Place) -> Value {
-    serde_json::from_slice(&place.0.ok(&["stats", "--json", "mnt"])).unwrap()
+    place.0.json(&["stats", "--json", "mnt"])
 }
 
 fn count(errors: &Value, kind: &str) -> u64 {
@@ -459,8 +459,7 @@ fn verdict_clean_covers_checked_parts_only() {
             "{shown}"
         );
     }
-    let json = sandbox.ok(&["fsck", "--json", "image.bcow"]);
-    let json: Value = serde_json::from_slice(&json).unwrap();
+    let json = sandbox.json(&["fsck", "--json", "image.bcow"]);
     assert_eq!(
         (&json["verdict"], &json["checked"]),
         (&"clean".into(), &"structure".into())
@@ -498,8 +497,7 @@ fn a_copy_restores_the_bytes_of_an_image() {
     assert_eq!(sandbox.read("image.bcow"), good);
     snapshot!("restored_again", sandbox.shown(&repair));
 
-    let about: Value = serde_json::from_slice(&sandbox.ok(&["inspect", "--json", "copy.bcow"]))
-        .expect("inspect prints JSON");
+    let about = sandbox.json(&["inspect", "--json", "copy.bcow"]);
     let root = about["merkle"]["root"].as_str().unwrap();
     let root = root.trim_start_matches("sha256:");
     sandbox.patch("image.bcow", |bytes| bytes[..1024].fill(0));

@@ -136,8 +136,7 @@ fn images_of_one_tree_do_not_differ_however_they_are_stored() {
     let sandbox = Sandbox::with_image();
     sandbox.ok(&["convert", "-q", "sample.tar", "other.bcow"]);
     snapshot!(sandbox.shown(&["diff", "image.bcow", "other.bcow"]));
-    let empty = sandbox.ok(&["diff", "--json", "image.bcow", "other.bcow"]);
-    let json: Value = serde_json::from_slice(&empty).unwrap();
+    let json = sandbox.json(&["diff", "--json", "image.bcow", "other.bcow"]);
     assert_eq!(json["entries"], serde_json::json!([]));
     assert!(json["summary"]["compared_bytes"].as_u64().unwrap() > 200_000);
 }
@@ -146,8 +145,7 @@ fn images_of_one_tree_do_not_differ_however_they_are_stored() {
 fn content_in_one_place_is_not_read() {
     let sandbox = Sandbox::with_image();
     std::fs::hard_link(sandbox.path("image.bcow"), sandbox.path("same.bcow")).unwrap();
-    let json = sandbox.ok(&["diff", "--json", "image.bcow", "same.bcow"]);
-    let json: Value = serde_json::from_slice(&json).unwrap();
+    let json = sandbox.json(&["diff", "--json", "image.bcow", "same.bcow"]);
     assert_eq!(json["summary"]["compared_bytes"], 0);
 }
 
@@ -233,8 +231,7 @@ fn a_layer_against_another_shows_its_whiteouts() {
     sandbox.write("upper.tar", &upper.finish());
     sandbox.layout("source", "x", &["base.tar", "upper.tar"]);
     sandbox.ok(&["convert", "-q", "oci:source:x", "oci:stack:x"]);
-    let facts = sandbox.ok(&["inspect", "--json", "oci:stack:x"]);
-    let facts: Value = serde_json::from_slice(&facts).unwrap();
+    let facts = sandbox.json(&["inspect", "--json", "oci:stack:x"]);
     let layer = |index: usize| {
         let digest = &facts["metadata"]["layers"][index]["digest"];
         format!("oci:stack@{}", digest.as_str().unwrap())

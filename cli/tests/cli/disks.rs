@@ -2,7 +2,6 @@
 
 use std::os::unix::fs::PermissionsExt;
 
-use crate::errors::all_shown;
 use crate::support::{Sandbox, is_root, missing, noise, snapshot, words};
 
 /// `base.bcow` sealed, `disk.bcow` over it with two changes of its own.
@@ -26,7 +25,7 @@ fn chain() -> Sandbox {
 fn shown(sandbox: &Sandbox, commands: &[&[&str]]) -> String {
     let directory = sandbox.path("").canonicalize().unwrap();
     let directory = format!("{}/", directory.display());
-    all_shown(sandbox, commands).replace(&directory, "DIR/")
+    sandbox.all_shown(commands).replace(&directory, "DIR/")
 }
 
 #[test]

@@ -154,8 +154,7 @@ fn a_layer_on_its_own_is_exported_as_a_layer() {
     let sandbox = Sandbox::new();
     two_layers(&sandbox);
     sandbox.ok(&["convert", "-q", "oci:layers:two", "oci:stack:two"]);
-    let stack: serde_json::Value =
-        serde_json::from_slice(&sandbox.ok(&["inspect", "--json", "oci:stack:two"])).unwrap();
+    let stack = sandbox.json(&["inspect", "--json", "oci:stack:two"]);
     let digest = stack["metadata"]["layers"][1]["digest"].as_str().unwrap();
     let layer = format!("oci:stack@{digest}");
     sandbox.ok(&["export", &layer, "--to=tar", "-o", "layer.tar"]);

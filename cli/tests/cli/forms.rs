@@ -89,11 +89,7 @@ fn image_over_other_files_becomes_one_file_without_hidden_content() {
     sandbox.layout("src", "x", &["tree.tar", "over.tar"]);
     sandbox.ok(&["convert", "oci:src:x", "oci:store:x"]);
     sandbox.ok(&["convert", "oci:src:x", "direct.bcow"]);
-    let inspected = |image: &str| {
-        let json: serde_json::Value =
-            serde_json::from_slice(&sandbox.ok(&["inspect", "--json", image])).unwrap();
-        json
-    };
+    let inspected = |image: &str| sandbox.json(&["inspect", "--json", image]);
     for options in [&[][..], &["--plain"]] {
         sandbox.ok(&[&["convert"], options, &["oci:store:x", "flat.bcow"]].concat());
         assert_same_tree(&sandbox, "direct.bcow", "flat.bcow");

@@ -3,13 +3,7 @@
 use std::io::Write;
 use std::process::Stdio;
 
-use serde_json::Value;
-
 use crate::support::{Sandbox, noise, sample, snapshot, words};
-
-fn json(bytes: &[u8]) -> Value {
-    serde_json::from_slice(bytes).unwrap()
-}
 
 #[test]
 fn convert_reports_in_one_line() {
@@ -77,7 +71,7 @@ fn inspect_adds_up_for_compressed_and_for_plain_images() {
         let mut args = vec!["convert", "sample.tar", "other.bcow"];
         args.extend(options);
         sandbox.ok(&args);
-        let facts = json(&sandbox.ok(&["inspect", "--json", "other.bcow"]));
+        let facts = sandbox.json(&["inspect", "--json", "other.bcow"]);
         let names = facts["format"]["features"].as_array().unwrap();
         assert!(names.contains(&features.into()), "{facts}");
         let storage = &facts["storage"];
@@ -85,7 +79,7 @@ fn inspect_adds_up_for_compressed_and_for_plain_images() {
             storage["content"][key].as_u64().unwrap() + storage["metadata"][key].as_u64().unwrap()
         };
         assert_eq!(facts["geometry"]["size"], sum("bytes"), "{facts}");
-        let map = json(&sandbox.ok(&["map", "--json", "other.bcow"]));
+        let map = sandbox.json(&["map", "--json", "other.bcow"]);
         let stored: u64 = map["extents"]
             .as_array()
             .unwrap()
@@ -112,7 +106,7 @@ fn map_of_a_part_for_programs() {
 #[test]
 fn map_covers_the_address_space_without_gaps() {
     let sandbox = Sandbox::with_image();
-    let map = json(&sandbox.ok(&["map", "--json", "image.bcow"]));
+    let map = sandbox.json(&["map", "--json", "image.bcow"]);
     let mut next = 0;
     for extent in map["extents"].as_array().unwrap() {
         assert_eq!(extent["offset"], next);
@@ -145,8 +139,8 @@ fn ls_follows_a_link_to_a_directory_unless_it_shows_the_link() {
 fn ls_in_json_has_all_fields_of_an_inode() {
     let sandbox = Sandbox::with_image();
     snapshot!(sandbox.shown(&["ls", "-aR", "--json", "image.bcow"]));
-    json(&sandbox.ok(&["ls", "-aR", "--json", "image.bcow"]));
-    json(&sandbox.ok(&["ls", "--json", "image.bcow", "pipe"]));
+    sandbox.json(&["ls", "-aR", "--json", "image.bcow"]);
+    sandbox.json(&["ls", "--json", "image.bcow", "pipe"]);
 }
 
 #[test]
@@ -182,19 +176,13 @@ fn cat_follows_links_inside_the_image_only() {
 #[test]
 fn fsck_finds_nothing() {
     let sandbox = Sandbox::with_image();
-    snapshot!("fsck_clean", sandbox.shown(&["fsck", "image.bcow"]));
-    snapshot!(
-        "fsck_clean_data",
-        sandbox.shown(&["fsck", "--data", "-j1", "image.bcow"])
-    );
-    snapshot!(
-        "fsck_clean_json",
-        sandbox.shown(&["fsck", "--json", "--data", "image.bcow"])
-    );
-    snapshot!(
-        "fsck_clean_quiet",
-        sandbox.shown(&["-q", "fsck", "image.bcow"])
-    );
+    let shown = sandbox.all_shown(&[
+        &["fsck", "image.bcow"],
+        &["fsck", "--data", "-j1", "image.bcow"],
+        &["fsck", "--json", "--data", "image.bcow"],
+        &["-q", "fsck", "image.bcow"],
+    ]);
+    snapshot!("fsck_clean", shown);
 }
 
 #[test]

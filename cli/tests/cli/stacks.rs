@@ -76,14 +76,6 @@ fn snapshot(name: &str, text: &str) {
     settings.bind(|| insta::assert_snapshot!(name, text));
 }
 
-fn shown(sandbox: &Sandbox, commands: &[&[&str]]) -> String {
-    commands
-        .iter()
-        .map(|args| sandbox.shown(args))
-        .collect::<Vec<_>>()
-        .join("\n")
-}
-
 #[test]
 fn a_stack_is_the_image_that_one_file_would_be() {
     for options in [&["--compress=none"][..], &["--plain"], &["--dedup-lower"]] {
@@ -129,8 +121,7 @@ fn a_layer_on_its_own_is_an_image_in_overlayfs_form() {
 fn inspect_draws_the_stack() {
     let sandbox = layered();
     snapshot("inspect", &sandbox.shown(&["inspect", "oci:img:x"]));
-    let json: serde_json::Value =
-        serde_json::from_slice(&sandbox.ok(&["inspect", "--json", "oci:img:x"])).unwrap();
+    let json = sandbox.json(&["inspect", "--json", "oci:img:x"]);
     let stack = &json["stack"];
     let amounts = |key: &str| -> Vec<(u64, u64)> {
         stack["layers"]
@@ -192,7 +183,7 @@ fn fsck_checks_every_file_of_a_stack() {
     assert!(codes.contains(&&"backing-entry".into()) && codes.contains(&&"file-data".into()));
     snapshot(
         "cat_damaged",
-        &shown(&sandbox, &[&["cat", "oci:img:x", "big"]]),
+        &sandbox.all_shown(&[&["cat", "oci:img:x", "big"]]),
     );
 }
 
@@ -206,21 +197,18 @@ fn commands_that_need_a_missing_layer_name_it_and_others_go_on() {
     fs::rename(sandbox.path(blob_path(&second)), &moved).unwrap();
     snapshot(
         "missing",
-        &shown(
-            &sandbox,
-            &[
-                &["ls", "oci:img:x"],
-                &["cat", "oci:img:x", "big"],
-                &["extract", "oci:img:x", "out"],
-                &["export", "--to=raw", "-o", "out", "oci:img:x"],
-                &["diff", "oci:img:x", "oci:img:x"],
-                &["mount", "oci:img:x", "mnt"],
-                &["fsck", "oci:img:x"],
-                &["inspect", "--mount-command", "oci:img:x"],
-                &["cat", "--store=nowhere", "oci:img:x", "big"],
-                &["cat", "--store=src/index.json", "oci:img:x", "big"],
-            ],
-        ),
+        &sandbox.all_shown(&[
+            &["ls", "oci:img:x"],
+            &["cat", "oci:img:x", "big"],
+            &["extract", "oci:img:x", "out"],
+            &["export", "--to=raw", "-o", "out", "oci:img:x"],
+            &["diff", "oci:img:x", "oci:img:x"],
+            &["mount", "oci:img:x", "mnt"],
+            &["fsck", "oci:img:x"],
+            &["inspect", "--mount-command", "oci:img:x"],
+            &["cat", "--store=nowhere", "oci:img:x", "big"],
+            &["cat", "--store=src/index.json", "oci:img:x", "big"],
+        ]),
     );
     assert!(!sandbox.path("out").exists());
     let inspected = sandbox.run(&["inspect", "oci:img:x"]);
@@ -270,14 +258,11 @@ fn another_file_in_the_place_of_a_layer_is_refused() {
     fs::copy(path(2), path(0)).unwrap();
     snapshot(
         "wrong",
-        &shown(
-            &sandbox,
-            &[
-                &["cat", "oci:img:x", "big"],
-                &["ls", "oci:img:x"],
-                &["fsck", "oci:img:x"],
-            ],
-        ),
+        &sandbox.all_shown(&[
+            &["cat", "oci:img:x", "big"],
+            &["ls", "oci:img:x"],
+            &["fsck", "oci:img:x"],
+        ]),
     );
 }
 
@@ -288,21 +273,18 @@ fn names_of_images_that_are_not_there() {
     let nothing = format!("oci:img@{}", Digest::of(b"nothing"));
     snapshot(
         "names",
-        &shown(
-            &sandbox,
-            &[
-                &["ls", "oci:"],
-                &["ls", "oci:img:"],
-                &["ls", "oci:img@sha256:123"],
-                &["ls", "oci:nowhere"],
-                &["ls", "oci:empty"],
-                &["ls", "oci:img:y"],
-                &["ls", "oci:src:x"],
-                &["ls", "img"],
-                &["ls", &nothing],
-                &["fsck", "oci:img:y"],
-            ],
-        ),
+        &sandbox.all_shown(&[
+            &["ls", "oci:"],
+            &["ls", "oci:img:"],
+            &["ls", "oci:img@sha256:123"],
+            &["ls", "oci:nowhere"],
+            &["ls", "oci:empty"],
+            &["ls", "oci:img:y"],
+            &["ls", "oci:src:x"],
+            &["ls", "img"],
+            &["ls", &nothing],
+            &["fsck", "oci:img:y"],
+        ]),
     );
 }
 
@@ -311,13 +293,10 @@ fn the_kernels_mount_command_names_every_file() {
     let sandbox = layered_with(&["--plain"]);
     fs::rename(sandbox.path("img"), sandbox.path("it's img")).unwrap();
     sandbox.ok(&["convert", "--plain", "oci:src:x", "flat.bcow"]);
-    let text = shown(
-        &sandbox,
-        &[
-            &["inspect", "--mount-command", "oci:it's img:x"],
-            &["inspect", "--mount-command=/a dir", "flat.bcow"],
-        ],
-    );
+    let text = sandbox.all_shown(&[
+        &["inspect", "--mount-command", "oci:it's img:x"],
+        &["inspect", "--mount-command=/a dir", "flat.bcow"],
+    ]);
     let root = sandbox.path("").canonicalize().unwrap();
     let text = text.replace(root.to_str().unwrap(), "[ROOT]");
     snapshot("mount_command", &text);

@@ -122,6 +122,16 @@ impl Sandbox {
         output.stdout
     }
 
+    pub fn all_shown(&self, commands: &[&[&str]]) -> String {
+        let shown: Vec<String> = commands.iter().map(|args| self.shown(args)).collect();
+        shown.join("\n")
+    }
+
+    /// The JSON document that a command prints.
+    pub fn json(&self, args: &[&str]) -> serde_json::Value {
+        serde_json::from_slice(&self.ok(args)).unwrap()
+    }
+
     /// Runs, and shows all there is to see.
     pub fn shown(&self, args: &[&str]) -> String {
         show(args, &self.run(args))

@@ -18,9 +18,7 @@ use crate::support::{Sandbox, is_root, missing, noise, snapshot, words};
 impl Place {
     /// The process that serves the mount.
     fn server(&self) -> Pid {
-        let json: serde_json::Value =
-            serde_json::from_slice(&self.0.ok(&["stats", "--json", "mnt"])).unwrap();
-        Pid::from_raw(json["process"]["pid"].as_i64().unwrap() as i32).unwrap()
+        Pid::from_raw(statistics(self)["process"]["pid"].as_i64().unwrap() as i32).unwrap()
     }
 }
 
@@ -453,8 +451,7 @@ fn statistics_are_for_people_and_for_programs() {
         })
         .collect();
     snapshot!(no_numbers);
-    let json: serde_json::Value =
-        serde_json::from_slice(&place.0.ok(&["stats", "--json", "mnt"])).unwrap();
+    let json = statistics(&place);
     assert_eq!(json["schema"], "bcow.stats/1");
     assert_eq!(json["upper"]["sync"], "batch=8");
     assert_eq!(json["upper"]["copied_whole"], 1);
@@ -465,8 +462,7 @@ fn statistics_are_for_people_and_for_programs() {
     drop(file);
     assert!(place.unmounted().contains("status 0"));
     place.0.ok(&["mount", "image.bcow", "mnt"]);
-    let json: serde_json::Value =
-        serde_json::from_slice(&place.0.ok(&["stats", "--json", "mnt"])).unwrap();
+    let json = statistics(&place);
     assert_eq!(json["upper"], serde_json::Value::Null);
     assert!(place.unmounted().contains("status 0"));
     let shown =
