@@ -21,6 +21,7 @@
 mod adapter;
 mod any;
 mod bind;
+mod buffers;
 pub mod daemon;
 mod direct;
 mod disk;

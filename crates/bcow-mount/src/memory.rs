@@ -26,6 +26,23 @@ pub fn serve_writeback() -> Option<u64> {
     limit.filter(|&limit| limit < machine_bytes)
 }
 
+/// Makes the pages of `bytes` bytes from `start` present, so that the kernel can write to them
+/// without a page fault (MADV_POPULATE_WRITE). Their content stays. Before Linux 5.14, and without
+/// memory, nothing happens.
+pub fn make_present<T>(start: &T, bytes: usize) {
+    let start = std::ptr::from_ref(start).addr();
+    let page = start & !(rustix::param::page_size() - 1);
+    // SAFETY: the call changes no content and no mapping. It fails for pages that are not mapped.
+    #[allow(unsafe_code)]
+    let _ = unsafe {
+        rustix::mm::madvise(
+            std::ptr::without_provenance_mut(page),
+            start - page + bytes,
+            rustix::mm::Advice::LinuxPopulateWrite,
+        )
+    };
+}
+
 /// Runs `release`, and returns the memory that it and others have freed to the kernel. The
 /// allocator of glibc keeps such memory otherwise, above all that of threads.
 pub fn release_heap(release: impl FnOnce()) {

@@ -20,13 +20,17 @@ use fuser::{
 use rustix::io::Errno;
 
 use super::{BACKGROUND_REQUESTS, NO_INODE, id, is_stats, reply};
+use crate::buffers;
 use crate::disk::{Barriers, Device, Lifetime};
-use crate::stats::{MountStats, Operation};
+use crate::stats::{MountStats, Operation, Running};
 
 /// The inode number of the file. That of the directory is [`NodeId::ROOT`].
 const FILE: INodeNo = INodeNo(2);
 /// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
 const WRITE_BYTES: u32 = 1 << 20;
+/// The same if another process can take the mount over. Each thread then has memory for it all the
+/// time.
+const WRITE_BYTES_IN_POOL: u32 = 256 << 10;
 /// The flags of the protocol that this adapter requests from the kernel.
 pub(crate) const FLAGS: InitFlags = InitFlags::FUSE_ASYNC_DIO;
 /// The block size of the file in bytes. The loop device gets it by statfs, and announces it as the
@@ -42,9 +46,18 @@ pub(crate) struct DiskFile {
     pub(crate) stats: Arc<MountStats>,
     pub(crate) errors: Arc<ErrorLog>,
     pub(crate) lifetime: Arc<Lifetime>,
+    /// Whether another process can continue with a disk.
+    pub(crate) can_be_taken_over: bool,
 }
 
 impl DiskFile {
+    fn begin(&self, request: &Request, operation: Operation, node: NodeId) -> Running<'_> {
+        if self.can_be_taken_over {
+            buffers::make_present(request, WRITE_BYTES_IN_POOL);
+        }
+        self.stats.time(operation, node)
+    }
+
     fn size(&self) -> u64 {
         self.device.block_device().size()
     }
@@ -163,7 +176,11 @@ impl fuser::Filesystem for DiskFile {
         // The flag can leave stale pages in the page cache of a file (see the writable adapter).
         // This file has none, because all its requests are direct.
         let _ = config.add_capabilities(FLAGS & config.capabilities());
-        let _ = config.set_max_write(WRITE_BYTES);
+        let _ = config.set_max_write(if self.can_be_taken_over {
+            WRITE_BYTES_IN_POOL
+        } else {
+            WRITE_BYTES
+        });
         let _ = config.set_max_background(BACKGROUND_REQUESTS);
         Ok(())
     }
@@ -190,7 +207,7 @@ impl fuser::Filesystem for DiskFile {
     /// Grows the disk. Only the size can be set; see [`crate::growth`].
     fn setattr(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         mode: Option<u32>,
         uid: Option<u32>,
@@ -206,7 +223,7 @@ impl fuser::Filesystem for DiskFile {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _running = self.stats.time(Operation::SetAttributes, id(ino));
+        let _running = self.begin(request, Operation::SetAttributes, id(ino));
         let set = match (size, mode.or(uid).or(gid)) {
             (Some(size), None) if ino == FILE => self.grow(size).map(|()| self.file()),
             _ => Err(Errno::PERM),
@@ -244,7 +261,7 @@ impl fuser::Filesystem for DiskFile {
 
     fn read(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -253,7 +270,7 @@ impl fuser::Filesystem for DiskFile {
         _owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _running = self.stats.time(Operation::Read, id(ino));
+        let _running = self.begin(request, Operation::Read, id(ino));
         let length = u64::from(size).min(self.size().saturating_sub(offset));
         reply::read(reply, |scratch, send| {
             scratch.resize(length as usize, 0);
@@ -268,7 +285,7 @@ impl fuser::Filesystem for DiskFile {
 
     fn write(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -278,7 +295,7 @@ impl fuser::Filesystem for DiskFile {
         _owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let _running = self.stats.time(Operation::Write, id(ino));
+        let _running = self.begin(request, Operation::Write, id(ino));
         let written = self.change(Operation::Write, Some(offset), |disk| {
             disk.write_at(offset, data)
         });
@@ -288,13 +305,13 @@ impl fuser::Filesystem for DiskFile {
 
     fn fsync(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         _data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Sync, id(ino));
+        let _running = self.begin(request, Operation::Sync, id(ino));
         let flushed = match (self.barriers, &self.device) {
             (Barriers::Off, _) | (_, Device::ReadOnly(_)) => Ok(()),
             (Barriers::On, Device::Writable(_)) => {
@@ -309,7 +326,7 @@ impl fuser::Filesystem for DiskFile {
     /// zeros.
     fn fallocate(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -317,7 +334,7 @@ impl fuser::Filesystem for DiskFile {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Allocate, id(ino));
+        let _running = self.begin(request, Operation::Allocate, id(ino));
         let space = match mode & !libc::FALLOC_FL_KEEP_SIZE {
             libc::FALLOC_FL_PUNCH_HOLE => Space::Free,
             libc::FALLOC_FL_ZERO_RANGE => Space::Keep,

@@ -29,6 +29,7 @@ use super::convert::{
 };
 use super::privileges::{drop_set_gid, drop_set_id, drop_set_id_of_content, validity};
 use super::{Answering, GENERATION, damaged, id, is_stats, negotiate, reply};
+use crate::buffers;
 use crate::options::{MountOptions, WriteCache};
 use crate::owners::Owners;
 use crate::request_threads::{Kind, RequestThreads};
@@ -36,6 +37,10 @@ use crate::stats::{MountStats, Operation};
 
 /// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
 const WRITE_BYTES: u32 = 1 << 20;
+/// Bytes of a write request for which each thread has memory all the time, if another process can
+/// take the mount over. For a longer one, it has the memory from the first one on: memory for all
+/// requests would be more than all else that a mount in a pool needs.
+const PRESENT_WRITE_BYTES: u32 = 16 << 10;
 
 /// Most bytes that one copy_file_range request copies. The program calls again for the rest, and
 /// can be interrupted in between. The reply has 32 bits.
@@ -132,7 +137,10 @@ impl Writable {
         }
     }
 
-    fn begin(&self, operation: Operation, node: NodeId) -> Passing<'_> {
+    fn begin(&self, request: &Request, operation: Operation, node: NodeId) -> Passing<'_> {
+        if self.gate.is_some() {
+            buffers::make_present(request, PRESENT_WRITE_BYTES);
+        }
         Passing {
             _answering: Answering::begin(&self.request_threads, &self.stats, operation, node),
             _passing: self.gate.as_ref().map(|gate| gate.read()),
@@ -177,8 +185,8 @@ impl fuser::Filesystem for Writable {
         Ok(())
     }
 
-    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _running = self.begin(Operation::Lookup, id(parent));
+    fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _running = self.begin(request, Operation::Lookup, id(parent));
         let found = self.fs.lookup(id(parent), name.as_bytes());
         let shown = found.map(|found| found.map(|found| self.shown(found)));
         reply::found(shown, reply);
@@ -192,12 +200,12 @@ impl fuser::Filesystem for Writable {
 
     fn getattr(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: Option<FileHandle>,
         reply: ReplyAttr,
     ) {
-        let _running = self.begin(Operation::Stat, id(ino));
+        let _running = self.begin(request, Operation::Stat, id(ino));
         reply::attributes(
             self.fs.attributes(id(ino)).map(|found| self.shown(found)),
             reply,
@@ -223,7 +231,7 @@ impl fuser::Filesystem for Writable {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _running = self.begin(Operation::SetAttributes, id(ino));
+        let _running = self.begin(request, Operation::SetAttributes, id(ino));
         let node = id(ino);
         let (uid, gid) = match self.owners.to_inner(uid, gid) {
             Ok(owners) => owners,
@@ -247,8 +255,8 @@ impl fuser::Filesystem for Writable {
         reply::attributes(set.map(|found| self.shown(found)), reply);
     }
 
-    fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
-        let _running = self.begin(Operation::ReadLink, id(ino));
+    fn readlink(&self, request: &Request, ino: INodeNo, reply: ReplyData) {
+        let _running = self.begin(request, Operation::ReadLink, id(ino));
         reply::bytes(self.fs.read_link(id(ino)), reply);
     }
 
@@ -262,7 +270,7 @@ impl fuser::Filesystem for Writable {
         rdev: u32,
         reply: ReplyEntry,
     ) {
-        let _running = self.begin(Operation::MakeNode, id(parent));
+        let _running = self.begin(request, Operation::MakeNode, id(parent));
         let made = New::of_mode(mode, rdev)
             .and_then(|new| self.make(request, umask, (parent, name, mode), &new))
             .inspect(|attributes| self.time_is_sent(attributes));
@@ -278,13 +286,13 @@ impl fuser::Filesystem for Writable {
         umask: u32,
         reply: ReplyEntry,
     ) {
-        let _running = self.begin(Operation::MakeDirectory, id(parent));
+        let _running = self.begin(request, Operation::MakeDirectory, id(parent));
         let made = self.make(request, umask, (parent, name, mode), &New::Directory);
         reply::entry(made.map(|found| self.shown(found)), reply);
     }
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.begin(Operation::Unlink, id(parent));
+        let _running = self.begin(request, Operation::Unlink, id(parent));
         let request = request_id(request);
         let removed = self
             .fs
@@ -293,7 +301,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.begin(Operation::RemoveDirectory, id(parent));
+        let _running = self.begin(request, Operation::RemoveDirectory, id(parent));
         let request = request_id(request);
         let removed = self.fs.with_room(|fs| {
             let removed = fs.remove_directory(id(parent), name.as_bytes());
@@ -310,7 +318,7 @@ impl fuser::Filesystem for Writable {
         target: &Path,
         reply: ReplyEntry,
     ) {
-        let _running = self.begin(Operation::Symlink, id(parent));
+        let _running = self.begin(request, Operation::Symlink, id(parent));
         let new = New::Symlink(target.as_os_str().as_bytes());
         let made = self.make(request, 0, (parent, name, 0o777), &new);
         reply::entry(made.map(|found| self.shown(found)), reply);
@@ -326,7 +334,7 @@ impl fuser::Filesystem for Writable {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(Operation::Rename, id(parent));
+        let _running = self.begin(request, Operation::Rename, id(parent));
         let Some(how) = rename_how(flags) else {
             return reply.error(fuser::Errno::EINVAL);
         };
@@ -349,7 +357,7 @@ impl fuser::Filesystem for Writable {
         new_name: &OsStr,
         reply: ReplyEntry,
     ) {
-        let _running = self.begin(Operation::Link, id(ino));
+        let _running = self.begin(request, Operation::Link, id(ino));
         let (request, parent) = (request_id(request), id(new_parent));
         let linked = self
             .fs
@@ -363,7 +371,7 @@ impl fuser::Filesystem for Writable {
 
     fn read(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -372,7 +380,7 @@ impl fuser::Filesystem for Writable {
         _owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _running = self.begin(Operation::Read, id(ino));
+        let _running = self.begin(request, Operation::Read, id(ino));
         reply::read(reply, |scratch, send| {
             self.fs.read(id(ino), offset, size, scratch, send)
         });
@@ -380,7 +388,7 @@ impl fuser::Filesystem for Writable {
 
     fn write(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -390,7 +398,7 @@ impl fuser::Filesystem for Writable {
         _owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let _running = self.begin(Operation::Write, id(ino));
+        let _running = self.begin(request, Operation::Write, id(ino));
         let privileges = privileges_of_writer(write_flags);
         let written =
             self.change_content(id(ino), |fs| fs.write(id(ino), offset, data, privileges));
@@ -399,19 +407,19 @@ impl fuser::Filesystem for Writable {
 
     fn fsync(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(Operation::Sync, id(ino));
+        let _running = self.begin(request, Operation::Sync, id(ino));
         let what = if data_only { SyncScope::Data } else { SyncScope::All };
         reply::empty(self.fs.sync(id(ino), what), reply);
     }
 
-    fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        let _running = self.begin(Operation::OpenDirectory, id(ino));
+    fn opendir(&self, request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        let _running = self.begin(request, Operation::OpenDirectory, id(ino));
         match self.fs.open_directory(id(ino)) {
             Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
             Err(errno) => reply.error(reply::to_fuser(errno)),
@@ -420,13 +428,13 @@ impl fuser::Filesystem for Writable {
 
     fn readdir(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         handle: FileHandle,
         cookie: u64,
         reply: ReplyDirectory,
     ) {
-        let _running = self.begin(Operation::ReadDirectory, id(ino));
+        let _running = self.begin(request, Operation::ReadDirectory, id(ino));
         reply::listing(reply, |each| {
             self.fs.read_directory(id(ino), handle.0, cookie, each)
         });
@@ -434,13 +442,13 @@ impl fuser::Filesystem for Writable {
 
     fn readdirplus(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         handle: FileHandle,
         cookie: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        let _running = self.begin(Operation::ReadDirectory, id(ino));
+        let _running = self.begin(request, Operation::ReadDirectory, id(ino));
         reply::listing_plus(reply, |each| {
             let mut each = |entry: EntryPlus<'_>| {
                 let attributes = match entry.attributes {
@@ -468,18 +476,18 @@ impl fuser::Filesystem for Writable {
 
     fn fsyncdir(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         _data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(Operation::Sync, id(ino));
+        let _running = self.begin(request, Operation::Sync, id(ino));
         reply::empty(self.fs.sync(id(ino), SyncScope::All), reply);
     }
 
-    fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let _running = self.begin(Operation::StatFs, NodeId::ROOT);
+    fn statfs(&self, request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        let _running = self.begin(request, Operation::StatFs, NodeId::ROOT);
         match self.fs.statistics() {
             Ok(figures) => reply.statfs(
                 figures.blocks,
@@ -505,7 +513,7 @@ impl fuser::Filesystem for Writable {
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(Operation::SetXattr, id(ino));
+        let _running = self.begin(request, Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
@@ -531,13 +539,13 @@ impl fuser::Filesystem for Writable {
 
     fn getxattr(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         name: &OsStr,
         size: u32,
         reply: ReplyXattr,
     ) {
-        let _running = self.begin(Operation::GetXattr, id(ino));
+        let _running = self.begin(request, Operation::GetXattr, id(ino));
         let node = id(ino);
         let value = if is_stats(node, name) {
             self.stats.for_xattr()
@@ -550,7 +558,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        let _running = self.begin(Operation::GetXattr, id(ino));
+        let _running = self.begin(request, Operation::GetXattr, id(ino));
         let names = self
             .fs
             .xattr_names(id(ino))
@@ -563,7 +571,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.begin(Operation::SetXattr, id(ino));
+        let _running = self.begin(request, Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
@@ -585,7 +593,7 @@ impl fuser::Filesystem for Writable {
         _flags: i32,
         reply: ReplyCreate,
     ) {
-        let _running = self.begin(Operation::Create, id(parent));
+        let _running = self.begin(request, Operation::Create, id(parent));
         let made = self
             .make(request, umask, (parent, name, mode), &New::File)
             .inspect(|attributes| self.time_is_sent(attributes));
@@ -614,7 +622,7 @@ impl fuser::Filesystem for Writable {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(Operation::Allocate, id(ino));
+        let _running = self.begin(request, Operation::Allocate, id(ino));
         let Some(how) = allocate_how(mode) else {
             return reply.error(fuser::Errno::EOPNOTSUPP);
         };
@@ -628,14 +636,14 @@ impl fuser::Filesystem for Writable {
 
     fn lseek(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: i64,
         whence: i32,
         reply: ReplyLseek,
     ) {
-        let _running = self.begin(Operation::Seek, id(ino));
+        let _running = self.begin(request, Operation::Seek, id(ino));
         if self.write_cache == WriteCache::Back {
             // Data that the kernel has not written back yet would look like a hole. After ENOSYS
             // the kernel treats the whole file as data.
@@ -659,7 +667,7 @@ impl fuser::Filesystem for Writable {
         flags: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
-        let _running = self.begin(Operation::CopyRange, id(to));
+        let _running = self.begin(request, Operation::CopyRange, id(to));
         if !flags.is_empty() {
             return reply.error(fuser::Errno::EINVAL);
         }
