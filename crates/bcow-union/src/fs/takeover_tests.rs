@@ -2,13 +2,13 @@
 //! need root (for `trusted.` attributes) and mkfs.erofs.
 
 use std::fs;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 
 use bcow_testkit::noise;
 use rustix::io::Errno;
 
 use super::resent::{New, RequestId};
-use super::tests::{BIG, BLOCK, Fixture, ROOT, plain};
+use super::tests::{BIG, BLOCK, Fixture, ROOT, plain, sized};
 use super::{Attributes, RenameMode, SyncScope, XattrMode};
 use crate::node::NodeId;
 use crate::options::{SyncPolicy, UnionOptions};
@@ -216,6 +216,41 @@ fn written_bytes_of_partials_stay() {
     assert!(fixture.fs().unrecorded.lock().is_empty());
     fixture.take_over();
     assert!(fixture.content("big") == now);
+}
+
+/// Such a block is present, so that later writes in it are not recorded.
+#[test]
+fn a_block_that_was_complete_at_the_end_of_the_file_stays_when_the_file_grows() {
+    let start = BIG - BIG % BLOCK as usize;
+    // Perhaps written bytes that a truncation cuts, and the new end of the file; then two writes.
+    let cases = [
+        (None, [start..BIG + 100, BIG + 100..BIG + 5000]),
+        (
+            Some((start + 50..start + 200, start + 100)),
+            [start..start + 50, start + 100..start + 1000],
+        ),
+    ];
+    for (cut, writes) in cases {
+        let Some(mut fixture) = partial() else { return };
+        let id = fixture.get("big").node;
+        let mut expected = noise(1, BIG);
+        let change = |expected: &mut Vec<u8>, range: Range<usize>| {
+            let data = noise(range.end as u64, range.len());
+            fixture.write(id, range.start as u64, &data);
+            expected.resize(expected.len().max(range.end), 0);
+            expected[range].copy_from_slice(&data);
+        };
+        if let Some((range, end)) = &cut {
+            change(&mut expected, range.clone());
+            fixture.set(id, sized(*end as u64));
+            expected.truncate(*end);
+        }
+        for range in writes {
+            change(&mut expected, range);
+        }
+        fixture.take_over();
+        assert!(fixture.read(id) == expected, "{cut:?}");
+    }
 }
 
 #[test]

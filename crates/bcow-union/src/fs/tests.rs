@@ -252,7 +252,7 @@ fn with_partials() -> UnionOptions {
     }
 }
 
-fn sized(size: u64) -> Changes {
+pub(super) fn sized(size: u64) -> Changes {
     Changes {
         size: Some(size),
         ..Changes::default()

@@ -158,7 +158,11 @@ impl Partial {
                 }
                 covered
             };
-            if is_complete {
+            if is_complete && length < BLOCK_BYTES {
+                // The ledger has its bytes up to the end of the file only, and later writes behind
+                // that end are not recorded, since the block is present.
+                self.set_present(block..block + 1);
+            } else if is_complete {
                 if complete.end != block {
                     self.set_recorded_present(complete);
                     complete = block..block;
