@@ -74,14 +74,7 @@ class Ahead(Scratch):
     def setUpClass(cls):
         need(root=True, fuse=True)
         super().setUpClass()
-        cls.tree = cls.path("tree")
-        os.mkdir(cls.tree)
-        cls.make_tree()
-        cls.served = cls.path("served")
-        os.mkdir(cls.served)
-        cls.image = os.path.join(cls.served, "image.bcow")
-        bcow("convert", f"dir:{cls.tree}", cls.image, timeout=TIMEOUT)
-        cls.bytes = os.path.getsize(cls.image)
+        test_remote.make_served(cls)
 
     def setUp(self):
         self.cache = tempfile.mkdtemp(prefix="cache-", dir=self.directory)
@@ -109,10 +102,10 @@ class Ahead(Scratch):
 class Completion(Ahead):
     """An image of some 32 MB that do not compress."""
 
-    @classmethod
-    def make_tree(cls):
+    @staticmethod
+    def make_tree(top):
         for n in range(64):
-            write_file(os.path.join(cls.tree, f"file-{n:02}"), os.urandom(500_000))
+            write_file(os.path.join(top, f"file-{n:02}"), os.urandom(500_000))
 
     def wait_for_background(self, server, requests=1):
         until(lambda: sum(in_background(*asked) for asked in server.asked) >= requests,
@@ -208,9 +201,9 @@ class Completion(Ahead):
 class Readahead(Ahead):
     """One file of 64 MB that does not compress."""
 
-    @classmethod
-    def make_tree(cls):
-        with open(os.path.join(cls.tree, "large"), "wb") as out:
+    @staticmethod
+    def make_tree(top):
+        with open(os.path.join(top, "large"), "wb") as out:
             for _ in range(64):
                 out.write(os.urandom(1 << 20))
 
@@ -243,13 +236,13 @@ class Listed(Ahead):
 
     chosen = [f"file-{n:02}" for n in (31, 7, 22, 4, 39, 16)]
 
-    @classmethod
-    def make_tree(cls):
+    @staticmethod
+    def make_tree(top):
         for n in range(40):
-            write_file(os.path.join(cls.tree, f"file-{n:02}"), os.urandom(300_000))
-        os.mkdir(os.path.join(cls.tree, "small"))
+            write_file(os.path.join(top, f"file-{n:02}"), os.urandom(300_000))
+        os.mkdir(os.path.join(top, "small"))
         for n in range(500):
-            write_file(os.path.join(cls.tree, "small", f"name-{n}"), f"{n}\n" * 100)
+            write_file(os.path.join(top, "small", f"name-{n}"), f"{n}\n" * 100)
 
     @classmethod
     def setUpClass(cls):

@@ -41,19 +41,15 @@ class Images(Scratch):
     def setUpClass(cls):
         need(fuse=True)
         super().setUpClass()
-        cls.tree = cls.path("tree")
-        for n in range(40):
-            os.makedirs(os.path.join(cls.tree, f"dir-{n}"))
-            write_file(os.path.join(cls.tree, f"dir-{n}", "file"), os.urandom(100_000))
-        cls.served = cls.path("served")
-        os.mkdir(cls.served)
-        cls.image = os.path.join(cls.served, "image.bcow")
-        bcow("convert", f"dir:{cls.tree}", cls.image, timeout=TIMEOUT)
-        cls.bytes = os.path.getsize(cls.image)
-        found = json.loads(bcow("inspect", "--json", cls.image, timeout=TIMEOUT).out)
-        cls.root = found["merkle"]["root"]
+        test_remote.make_served(cls)
         bcow("convert", f"dir:{cls.tree}", f"oci:{cls.path('layout')}:tag", timeout=TIMEOUT)
         cls.content, cls.digest = load(cls.path("layout"))
+
+    @staticmethod
+    def make_tree(top):
+        for n in range(40):
+            os.mkdir(os.path.join(top, f"dir-{n}"))
+            write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(100_000))
 
     def setUp(self):
         self.cache = self.path("cache")

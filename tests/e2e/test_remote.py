@@ -105,6 +105,19 @@ def metrics(path):
             return answer.read()
 
 
+def make_served(case):
+    """Makes the tree of a class, and the image of it in a directory for a server."""
+    case.tree, case.served = case.path("tree"), case.path("served")
+    os.mkdir(case.tree)
+    os.mkdir(case.served)
+    case.make_tree(case.tree)
+    case.image = os.path.join(case.served, "image.bcow")
+    bcow("convert", f"dir:{case.tree}", case.image, timeout=TIMEOUT)
+    case.bytes = os.path.getsize(case.image)
+    found = json.loads(bcow("inspect", "--json", case.image, timeout=TIMEOUT).out)
+    case.root = found["merkle"]["root"]
+
+
 class RemoteCase(Scratch):
     """The base of tests with remote images."""
 
@@ -132,15 +145,7 @@ class WebCase(RemoteCase):
         make_certificates(cls.directory)
         cls.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         cls.context.load_cert_chain(cls.path("leaf.pem"), cls.path("leaf.key"))
-        cls.tree = cls.path("tree")
-        cls.make_tree(cls.tree)
-        cls.served = cls.path("served")
-        os.mkdir(cls.served)
-        cls.image = os.path.join(cls.served, "image.bcow")
-        bcow("convert", f"dir:{cls.tree}", cls.image, timeout=TIMEOUT)
-        cls.bytes = os.path.getsize(cls.image)
-        found = json.loads(bcow("inspect", "--json", cls.image, timeout=TIMEOUT).out)
-        cls.root = found["merkle"]["root"]
+        make_served(cls)
 
     @classmethod
     def make_tree(cls, top):

@@ -193,6 +193,13 @@ class WithSnapshotter(support.Scratch):
         self.assertEqual(caught.exception.code(), code, caught.exception.details())
         return caught.exception.details()
 
+    def assert_is_the_image(self, client, top):
+        # The tree is that of umoci. containerd gives the root directory no time.
+        with self.mounted(client.View(key="tree", parent=top)) as root:
+            _, expected = support.unpacked("small")
+            support.assert_same_tree(self, expected, root, ignore={"mtime:."})
+        client.Remove(key="tree")
+
     def wrapper(self, script):
         """A program that runs a script before bcow."""
         path = os.path.join(self.place, "wrapper")
@@ -732,12 +739,8 @@ class Containers(WithImage):
         client = self.snapshotter.client
         committed = [info for info in client.List() if info.kind == COMMITTED]
         self.assertEqual(len(committed), self.layers())
-        # The tree is that of umoci. containerd gives the root directory no time.
         [top] = {info.name for info in committed} - {info.parent for info in committed}
-        with self.mounted(client.View(key="tree", parent=top)) as root:
-            _, expected = support.unpacked("small")
-            support.assert_same_tree(self, expected, root, ignore={"mtime:."})
-        client.Remove(key="tree")
+        self.assert_is_the_image(client, top)
         # containerd waits for a socket that is missing, if only a second.
         self.assertEqual(self.snapshotter.end(), 0)
         self.assertFalse(os.path.exists(self.snapshotter.socket))

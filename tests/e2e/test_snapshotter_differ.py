@@ -51,12 +51,6 @@ class Applied(WithSnapshotter):
         config = read_json(blob(manifest["config"]["digest"]))
         return layout, diffs, config["rootfs"]["diff_ids"]
 
-    def assert_is_the_image(self, client, top):
-        with self.mounted(client.View(key="tree", parent=top)) as root:
-            _, expected = support.unpacked("small")
-            support.assert_same_tree(self, expected, root, ignore={"mtime:."})
-        client.Remove(key="tree")
-
     def test_the_layers_of_an_image_are_made_of_its_archives(self):
         layout, diffs, diff_ids = self.image()
         one, client = self.store(layout)
@@ -249,10 +243,7 @@ class WithContainerd2(WithContainerd):
         client = self.snapshotter.client
         committed = client.List()
         [top] = {info.name for info in committed} - {info.parent for info in committed}
-        with self.mounted(client.View(key="tree", parent=top)) as root:
-            _, expected = support.unpacked("small")
-            support.assert_same_tree(self, expected, root, ignore={"mtime:."})
-        client.Remove(key="tree")
+        self.assert_is_the_image(client, top)
         applied = self.snapshotter.output()
         self.assertNotIn("unpacked", applied)
         done = self.ctr("run", "--rm", "--snapshotter", "bcow", "bcow.test/small:1", "one",

@@ -170,9 +170,7 @@ class WithRegistry:
         cls.address = cls.registry.enter_context(registry(cls.directory))
         cls.auth = cls.path("auth.json")
         # For the mounts, too: they are processes of the snapshotter.
-        certificate = os.environ.get("SSL_CERT_FILE")
-        os.environ["SSL_CERT_FILE"] = cls.path("ca.pem")
-        cls.addClassCleanup(cls.restore, certificate)
+        support.set_environment(cls, SSL_CERT_FILE=cls.path("ca.pem"))
         for name in "image", "over":
             run("skopeo", "--insecure-policy", "copy", "--dest-tls-verify=false", "--dest-authfile",
                 cls.auth, f"oci:{layout.path}:{name}", f"docker://{cls.address}/team/{name}:1")
@@ -181,13 +179,6 @@ class WithRegistry:
              f"docker://{cls.name}", env={"BCOW_CACHE": cls.path("unused")})
         cls.resolved = bcow("inspect", "--resolve", "--auth-file", cls.auth, "--no-cache",
                             f"docker://{cls.name}").out.decode().strip()
-
-    @staticmethod
-    def restore(certificate):
-        if certificate is None:
-            del os.environ["SSL_CERT_FILE"]
-        else:
-            os.environ["SSL_CERT_FILE"] = certificate
 
     def start(self, *options):
         return super().start("--auth-file", self.auth, *options)
