@@ -3,7 +3,6 @@ running bcow-snapshotter, and the part that clients of other services need."""
 
 import os
 import signal
-import subprocess
 
 # grpc's handlers of fork, which are on by default, can abort the process. What the tests fork makes
 # no calls.
@@ -105,38 +104,19 @@ class Client:
         self.channel.close()
 
 
-class Snapshotter:
+class Snapshotter(support.Daemon):
     """A running bcow-snapshotter with a client."""
 
     def __init__(self, root, socket, *options):
         self.root, self.socket, self.options = root, socket, options
-        self.process = self.client = None
+        self.log, self.client = root + ".log", None
         self.start()
 
     def start(self):
-        if not os.path.exists(PROGRAM):
-            raise AssertionError(f"{PROGRAM} is not there: cargo build --bin bcow-snapshotter")
-        with open(self.root + ".log", "ab") as log:
-            begin = log.tell()
-            self.process = subprocess.Popen(
-                [PROGRAM, "--root", self.root, "--socket", self.socket, *self.options],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-        def is_serving():
-            if self.process.poll() is not None:
-                raise AssertionError(f"it ended: {self.output(begin)}")
-            return "serving at" in self.output(begin)
-        support.until(is_serving, "bcow-snapshotter serves")
+        self.launch(PROGRAM, "--root", self.root, "--socket", self.socket, *self.options)
         self.client = Client(self.socket)
 
-    def output(self, begin=0):
-        """Its messages, from this byte of the log."""
-        with open(self.root + ".log", errors="replace") as log:
-            log.seek(begin)
-            return log.read()
-
     def end(self, how=signal.SIGTERM):
-        """Ends the process; returns its status."""
         if self.process.poll() is None:
             self.process.send_signal(how)
         # A server that was asked to end waits for its connections.

@@ -195,9 +195,7 @@ def is_mounted(where):
 
 def set_environment(case, **variables):
     """Sets variables of the environment for the tests of a class."""
-    patch = unittest.mock.patch.dict(os.environ, variables)
-    patch.start()
-    case.addClassCleanup(patch.stop)
+    case.enterClassContext(unittest.mock.patch.dict(os.environ, variables))
 
 
 @contextlib.contextmanager
@@ -368,6 +366,39 @@ class Scratch(unittest.TestCase):
         if data is not None:
             write_file(path, data)
         return path
+
+
+class Daemon:
+    """A running program of bcow whose log says when it serves."""
+
+    process = None
+
+    def launch(self, program, *arguments):
+        name = os.path.basename(program)
+        if not os.path.exists(program):
+            raise AssertionError(f"{program} is not there: cargo build --bin {name}")
+        with open(self.log, "ab") as log:
+            begin = log.tell()
+            self.process = subprocess.Popen([program, *arguments], stdin=subprocess.DEVNULL,
+                                            stdout=log, stderr=log)
+
+        def is_serving():
+            if self.process.poll() is not None:
+                raise AssertionError(f"it ended: {self.output(begin)}")
+            return "serving at" in self.output(begin)
+        until(is_serving, f"{name} serves")
+
+    def output(self, begin=0):
+        """Its messages, from this byte of the log."""
+        with open(self.log, errors="replace") as log:
+            log.seek(begin)
+            return log.read()
+
+    def end(self, how=signal.SIGTERM):
+        """Ends the process; returns its status."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(timeout=60)
 
 
 class Served:

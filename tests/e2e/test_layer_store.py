@@ -72,7 +72,7 @@ def image_layers():
     return [archive(layer) for layer in (low, middle, high)]
 
 
-class Store:
+class Store(support.Daemon):
     """A running bcow-layer-store."""
 
     def __init__(self, place, *options):
@@ -82,28 +82,7 @@ class Store:
         self.start()
 
     def start(self):
-        if not os.path.exists(PROGRAM):
-            raise AssertionError(f"{PROGRAM} is not there: cargo build --bin bcow-layer-store")
-        with open(self.log, "ab") as log:
-            begin = log.tell()
-            self.process = subprocess.Popen([PROGRAM, "--root", self.root, *self.options, self.at],
-                                            stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-        def is_serving():
-            if self.process.poll() is not None:
-                raise AssertionError(f"it ended: {self.output(begin)}")
-            return "serving at" in self.output(begin)
-        support.until(is_serving, "bcow-layer-store serves")
-
-    def output(self, begin=0):
-        with open(self.log, errors="replace") as log:
-            log.seek(begin)
-            return log.read()
-
-    def end(self, how=signal.SIGTERM):
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        return self.process.wait(timeout=60)
+        self.launch(PROGRAM, "--root", self.root, *self.options, self.at)
 
     def path(self, reference, *names):
         name = base64.b64encode(reference.encode()).decode()

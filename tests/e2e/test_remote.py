@@ -428,9 +428,7 @@ class Registry(RemoteCase):
         make_certificates(cls.directory)
         cls.source = "oci:" + ":".join(image("small"))
         cls.layout, _ = converted("small", "layout")
-        stack = contextlib.ExitStack()
-        cls.addClassCleanup(stack.close)
-        cls.address = stack.enter_context(registry(cls.directory))
+        cls.address = cls.enterClassContext(registry(cls.directory))
         for source, name in (f"oci:{cls.layout}:tag", "image:1"), (cls.source, "ordinary:1"):
             run("skopeo", "--insecure-policy", "copy", "--dest-authfile", cls.path("auth.json"),
                 "--dest-tls-verify=false", source, f"docker://{cls.address}/team/{name}",

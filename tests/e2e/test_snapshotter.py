@@ -30,6 +30,16 @@ SEED = int(os.environ.get("BCOW_SEED", "0")) or random.randrange(1 << 32)
 KILLS = int(os.environ.get("BCOW_KILLS", "12"))
 # The engine: containerd with its shim and runc, and skopeo for the archive of the image.
 ENGINE = ["containerd", "ctr", "containerd-shim-runc-v2", "runc", "skopeo"]
+# The sockets of containerd and of the snapshotter.
+SOCKETS = """\
+[grpc]
+address = "{place}/c"
+[ttrpc]
+address = "{place}/t"
+[proxy_plugins.bcow]
+type = "snapshot"
+address = "{place}/sock"
+"""
 CONFIG = """
 version = 2
 root = "{place}/lib"
@@ -39,13 +49,7 @@ disabled_plugins = [
     "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
     "io.containerd.internal.v1.tracing", "io.containerd.tracing.processor.v1.otlp",
     "io.containerd.internal.v1.opt"]
-[grpc]
-address = "{place}/c"
-[ttrpc]
-address = "{place}/t"
-[proxy_plugins.bcow]
-type = "snapshot"
-address = "{place}/sock"
+""" + SOCKETS + """\
 # For containerd 2.x; older versions do not read it.
 [[plugins."io.containerd.transfer.v1.local".unpack_config]]
 platform = "linux"
@@ -111,9 +115,8 @@ class WithSnapshotter(support.Scratch):
 
     def start_pool(self):
         """A pool p, for this process and containerd."""
-        pools = unittest.mock.patch.dict(os.environ, BCOW_POOLS=os.path.join(self.place, "pools"))
-        pools.start()
-        self.addCleanup(pools.stop)
+        self.enterContext(unittest.mock.patch.dict(
+            os.environ, BCOW_POOLS=os.path.join(self.place, "pools")))
         bcow("pool", "start", "p")
         self.addCleanup(self.kill_pool)
 

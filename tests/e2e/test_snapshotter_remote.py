@@ -17,7 +17,7 @@ import support
 from sequences import ocilib
 from support import bcow, need, read_bytes, read_text, run, write_file
 from test_remote import PASSWORD, USER, make_certificates, registry
-from test_snapshotter import WithContainerd, WithSnapshotter, has_containerd_2
+from test_snapshotter import SOCKETS, WithContainerd, WithSnapshotter, has_containerd_2
 from web import listening
 
 # Without them, the base of the tests reports what is missing.
@@ -35,13 +35,7 @@ disabled_plugins = [
     "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper",
     "io.containerd.snapshotter.v1.zfs", "io.containerd.internal.v1.tracing",
     "io.containerd.tracing.processor.v1.otlp", "io.containerd.internal.v1.opt"]
-[grpc]
-address = "{place}/c"
-[ttrpc]
-address = "{place}/t"
-[proxy_plugins.bcow]
-type = "snapshot"
-address = "{place}/sock"
+""" + SOCKETS + """\
 capabilities = ["remap-ids"]
 """
 # containerd 1.6 and 1.7.
