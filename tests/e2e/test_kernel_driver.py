@@ -200,6 +200,19 @@ class KernelDriver(unittest.TestCase):
         cap_sys_resource = 24
         return bool(int(effective[1], 16) >> cap_sys_resource & 1)
 
+    @contextlib.contextmanager
+    def foreground(self, log, *arguments):
+        """A mount in the foreground for the length of a with block."""
+        with open(log, "wb") as err:
+            process = subprocess.Popen(
+                [support.BCOW, "mount", "-f", "--driver", "kernel", *arguments],
+                stdin=subprocess.DEVNULL, stderr=err)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(timeout=SECONDS)
+
     def memory_group(self, limit):
         for top, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
                           ("/sys/fs/cgroup", "memory.max")):
@@ -307,11 +320,7 @@ class Mounts(KernelDriver):
     def test_a_foreground_mount_logs_and_ends_by_a_signal(self):
         disk, where, log = self.make_disk(), self.point(), self.path("log")
         address = self.path("metrics")
-        with open(log, "wb") as err:
-            process = subprocess.Popen(
-                [support.BCOW, "mount", "-f", "--driver", "kernel", "--metrics", f"unix:{address}",
-                 disk, where], stdin=subprocess.DEVNULL, stderr=err)
-        try:
+        with self.foreground(log, "--metrics", f"unix:{address}", disk, where) as process:
             until(lambda: is_mounted(where) and self.services(), "the mount")
             write_file(os.path.join(where, "file"), "x")
             run("sync", os.path.join(where, "file"), timeout=SECONDS)
@@ -321,10 +330,6 @@ class Mounts(KernelDriver):
             self.assertIn('mode="rw"', page)
             process.send_signal(signal.SIGINT)
             self.assertEqual(process.wait(timeout=SECONDS), 0)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait(timeout=SECONDS)
         self.assertIn(f"{disk} is mounted at {where}", read_text(log))
         self.assert_ended()
         self.assert_clean(disk)
@@ -821,17 +826,10 @@ class PlainImages(KernelDriver):
                                ("fsname=x", "not supported with the kernel driver")):
             refused = self.mount(image, self.where, "--driver", "kernel", "-o", option, check=False)
             assert_refused(self, refused, reason, code=2)
-        with open(self.path("log"), "wb") as log:
-            process = subprocess.Popen([support.BCOW, "mount", "-f", "--driver", "kernel", image,
-                                        self.where], stdin=subprocess.DEVNULL, stderr=log)
-        try:
+        with self.foreground(self.path("log"), image, self.where) as process:
             until(lambda: is_mounted(self.where) and self.processes(), "the mount")
             process.send_signal(signal.SIGTERM)
             self.assertEqual(process.wait(timeout=SECONDS), 0)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait(timeout=SECONDS)
         helper = self.path("mount.bcow")
         os.symlink(support.BCOW, helper)
         options = "rw,driver=kernel,nodev,noexec,relatime"
