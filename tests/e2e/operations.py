@@ -94,16 +94,12 @@ class Side:
         if slot in self.files:
             os.close(self.files.pop(slot))
 
-    def forget_maps(self):
+    def forget_all(self):
         for kept, _ in self.maps.values():
             kept.close()
-        self.maps = {}
-
-    def forget_all(self):
-        self.forget_maps()
         for fd in [*self.files.values(), *self.lists.values()]:
             os.close(fd)
-        self.files, self.lists = {}, {}
+        self.files, self.lists, self.maps = {}, {}, {}
 
     def stat(self, info):
         self.seen = info

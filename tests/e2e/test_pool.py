@@ -27,7 +27,6 @@ import test_ahead
 import test_remote
 import test_union_fsx
 from promises import promise
-from subjects import KERNEL
 from support import (BCOW, UNPRIVILEGED, WORK, Scratch, assert_refused, bcow, for_everyone,
                      is_mounted, need, read_bytes, read_text, run, set_environment, until,
                      write_file)
@@ -60,8 +59,7 @@ class PoolCase(Scratch):
     @classmethod
     def make_programs(cls):
         """Makes the tree of an image with a directory for each program that changes files."""
-        tree = cls.path("programs")
-        cls.template = os.path.join(tree, "0")
+        cls.template = cls.path("template")
         source = random.Random(8)
         for directory in ("d0/e", "d1/e", "d2/e"):
             os.makedirs(os.path.join(cls.template, directory))
@@ -74,8 +72,15 @@ class PoolCase(Scratch):
                 os.link(os.path.join(cls.template, directory, "f0"),
                         os.path.join(cls.template, name))
             os.symlink("target", os.path.join(cls.template, directory, "link"))
-        for number in range(1, PROGRAMS):
-            run("cp", "-a", cls.template, os.path.join(tree, str(number)))
+        tree = cls.path("programs")
+        for number in range(PROGRAMS):
+            shutil.copytree(cls.template, os.path.join(tree, str(number)), symlinks=True)
+            for directory in ("d0", "d1", "d2"):
+                # copytree makes files of hard links.
+                for name in (f"{directory}/e/hard", f"hard-{directory}"):
+                    path = os.path.join(tree, str(number), name)
+                    os.remove(path)
+                    os.link(os.path.join(tree, str(number), directory, "f0"), path)
         return tree
 
     def setUp(self):
@@ -629,11 +634,12 @@ class Uppers(PoolCase):
         for options in ((), ("--sync", "batch=40"), ("-o", "writeback"), ("--size-limit", "1G")):
             with self.subTest(options=options):
                 self.upper = os.path.join(self.pools, "upper" + "".join(options))
-                where = self.change("-o", "dev", *options)
-                kind = "+".join(["bcow", *options])
+                where = self.change(*options)
                 with contextlib.ExitStack() as stack:
-                    programs = [stack.enter_context(Program(os.path.join(where, str(number)), kind))
-                                for number in range(PROGRAMS)]
+                    programs = [
+                        stack.enter_context(Program(os.path.join(where, str(number)),
+                                                    self.template, random.randrange(1 << 30)))
+                        for number in range(PROGRAMS)]
 
                     def wait(programs=programs):
                         for program in programs:
@@ -869,16 +875,17 @@ class KernelDriver(PoolCase):
     def test_programs_see_no_error(self):
         disk = self.new_disk("own.bcow")
         volatile = self.named("volatile")
-        changed = {"upper": self.change(self.upper, None, "-o", "dev", image=self.programs),
-                   "volatile": self.change(volatile, None, "-o", "dev", "--sync", "volatile",
+        changed = {"upper": self.change(image=self.programs),
+                   "volatile": self.change(volatile, None, "--sync", "volatile",
                                            image=self.programs),
-                   "disk": self.mount("-o", "dev", "--backing-dir", self.directory, image=disk)}
+                   "disk": self.mount("--backing-dir", self.directory, image=disk)}
         image = self.mount("--driver", "kernel", image=self.plain)
         everywhere = [*changed.values(), image]
         devices = {where: os.stat(where).st_dev for where in everywhere}
         with contextlib.ExitStack() as stack:
             load = stack.enter_context(Load(image, self.files))
-            programs = [stack.enter_context(Program(os.path.join(where, "0"), KERNEL))
+            programs = [stack.enter_context(Program(os.path.join(where, "0"), self.template,
+                                                    random.randrange(1 << 30)))
                         for where in changed.values()]
             pids = []
 
@@ -1210,15 +1217,16 @@ class KernelDriver(PoolCase):
 
 
 class Program:
-    """A program of `changing.py`."""
+    """A program of `names_model.py`."""
 
-    def __init__(self, directory, kind):
-        self.rounds, self.lines, self.seed = 0, [], random.randrange(1 << 30)
+    def __init__(self, directory, template, seed):
+        self.rounds, self.lines = 0, []
         self.process = subprocess.Popen(
-            [sys.executable, os.path.join(os.path.dirname(__file__), "changing.py"), directory,
-             kind, str(self.seed)],
+            [sys.executable, os.path.join(os.path.dirname(__file__), "names_model.py"), directory,
+             template, str(seed)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.thread = threading.Thread(target=self.follow, daemon=True)
+        self.seed = seed
 
     def follow(self):
         for line in self.process.stdout:
