@@ -77,17 +77,19 @@ impl UnionFs {
                 let state = node.read_state();
                 (state.is_indexed(), state.is_partial())
             };
-            let removed = if is_partial {
-                let file = self.open_upper(node, Access::Path);
-                file.and_then(|file| self.remove_partial(node, &file))
-            } else {
-                Ok(())
-            };
-            if let Err(errno) = removed {
-                self.host_failed(b"", "the map of a removed file stays", errno);
-            }
+            let partial = is_partial.then(|| {
+                // Both need the index entry.
+                let _ = self.known_content(node).map(drop);
+                self.open_upper(node, Access::Path)
+            });
             if indexed && let Some(nid) = node.lower {
                 self.remove_index_entry(nid);
+            }
+            // After the entry: if the process is killed in between, an entry without its map would
+            // be damaged, and a map without a file is removed later.
+            let removed = partial.map(|file| self.remove_partial(node, &*file?));
+            if let Some(Err(errno)) = removed {
+                self.host_failed(b"", "the map of a removed file stays", errno);
             }
         }
         if node.has_orphan.swap(false, Ordering::AcqRel) {

@@ -74,7 +74,7 @@ pub use crate::upper::PartialMark;
 pub use error::{Damage, PartialError};
 pub(crate) use map::{Unreadable, read_map};
 pub use options::PartialOptions;
-pub use partials::{Fills, PartialFigures, Partials};
+pub use partials::{PartialFigures, Partials};
 
 const STRIPES: usize = 16;
 /// The number of adjacent blocks in a stripe.
