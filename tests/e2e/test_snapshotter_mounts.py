@@ -385,10 +385,10 @@ class FurtherContainers(WithMounts, WithImage):
                 self.assertEqual(executed.take(), programs)
                 [places] = self.devices().values()
                 # The snapshot's mount, and the bind mount of the container.
-                own = [place for place in places if place.startswith(self.root)]
-                self.assertEqual((len(own), len(places)), (1, 2))
+                roots = [place for place in places if place.startswith(self.root)]
+                self.assertEqual((len(roots), len(places)), (1, 2))
                 self.ctr("tasks", "rm", "-f", further)
-                self.assertEqual(list(self.devices().values()), [own])
+                self.assertEqual(list(self.devices().values()), [roots])
                 # A container that starts again needs none at all.
                 executed.take()
                 self.ctr("tasks", "start", "--detach", further)
