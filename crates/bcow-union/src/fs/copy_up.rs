@@ -217,16 +217,18 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Removes the index entry of an inode.
-    pub(super) fn remove_index_entry(&self, nid: Nid) {
+    /// Removes the index entry of an inode. Returns whether the inode has none now.
+    pub(super) fn remove_index_entry(&self, nid: Nid) -> bool {
         match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
             Ok(()) => self.measure(self.upper.index()),
             Err(Errno::NOENT) => {}
             // `fsck` finds the stale entry.
             Err(errno) => {
                 self.host_failed(&index_name(nid), "cannot remove the index entry", errno);
+                return false;
             }
         }
+        true
     }
 
     /// Copies up a file that has no name any more but is still open.

@@ -73,22 +73,12 @@ impl UnionFs {
             return;
         }
         if node.is_removed.load(Ordering::Acquire) {
-            let (indexed, is_partial) = {
-                let state = node.read_state();
-                (state.is_indexed(), state.is_partial())
-            };
-            let partial = is_partial.then(|| {
-                // Both need the index entry.
-                let _ = self.known_content(node).map(drop);
-                self.open_upper(node, Access::Path)
-            });
-            if indexed && let Some(nid) = node.lower {
-                self.remove_index_entry(nid);
-            }
-            // After the entry: if the process is killed in between, an entry without its map would
-            // be damaged, and a map without a file is removed later.
-            let removed = partial.map(|file| self.remove_partial(node, &*file?));
-            if let Some(Err(errno)) = removed {
+            let is_partial = node.read_state().is_partial();
+            let partial = is_partial.then(|| self.open_upper(node, Access::Path));
+            let removed = partial
+                .transpose()
+                .and_then(|file| self.remove_remains(node, file.as_deref()));
+            if let Err(errno) = removed {
                 self.host_failed(b"", "the map of a removed file stays", errno);
             }
         }

@@ -210,30 +210,35 @@ impl UnionFs {
         }
         self.release_on_drop(node);
         self.set_removed(node);
-        // Another process that takes over the mount needs the entry: see [`super::orphans`].
-        if indexed
-            && self.ledger.is_none()
-            && let Some(nid) = node.lower
-        {
-            self.remove_index_entry(nid);
-        }
-        // The map of a partial file goes; the bytes of a file stay while a program has it open.
-        // Another process that takes over the mount needs the map.
-        let is_regular = node.kind == FileType::Regular;
-        if is_regular && node.read_state().is_partial() && self.ledger.is_none() {
-            self.remove_partial(node, file)?;
+        // Another process that takes over the mount needs both: see [`super::orphans`].
+        if self.ledger.is_none() {
+            let is_regular = node.kind == FileType::Regular;
+            let is_partial = is_regular && node.read_state().is_partial();
+            self.remove_remains(node, is_partial.then_some(file))?;
         }
         Ok(())
     }
 
-    /// Removes the map of the partial file of a node without a name.
-    pub(super) fn remove_partial(&self, node: &Node, file: &File) -> Result<(), Errno> {
+    /// Removes the index entry of a node without a name, and then the map of `partial`, its partial
+    /// file. The bytes of the file stay while a program has it open. An entry without its map would
+    /// be damaged; a map without a file is removed later.
+    pub(super) fn remove_remains(&self, node: &Node, partial: Option<&File>) -> Result<(), Errno> {
+        if partial.is_some() {
+            // A program may still read the partial file, so it is opened before its map is removed.
+            // A damaged partial file is removed without that.
+            let _ = self.known_content(node).map(drop);
+        }
+        let indexed = node.read_state().is_indexed();
+        if indexed
+            && let Some(nid) = node.lower
+            && !self.remove_index_entry(nid)
+        {
+            return Ok(());
+        }
+        let Some(file) = partial else { return Ok(()) };
         let Some(mark) = self.read_marks(file)?.partial else {
             return Ok(());
         };
-        // A program may still read the partial file, so it is opened before its map is removed. A
-        // damaged partial file is removed without that.
-        let _ = self.known_content(node).map(drop);
         self.open_partials.remove(mark.id);
         self.partials
             .remove(&mark)

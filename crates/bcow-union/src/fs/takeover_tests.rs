@@ -180,6 +180,30 @@ fn files_with_several_names_in_the_image_are_found_by_the_index() {
     assert!(index.next().is_none());
 }
 
+/// As if the process were killed after the failed removal.
+#[test]
+fn an_index_entry_that_stays_keeps_its_map() {
+    let Some(fixture) = partial() else { return };
+    let id = fixture.get("h1").node;
+    fixture.write(id, 0, b"written");
+    fixture.fs().run_periodic();
+    for name in [b"h1", b"h2"] {
+        fixture.fs().unlink(NodeId::ROOT, name).unwrap();
+    }
+    let count = |directory: &str| {
+        let names = fs::read_dir(fixture.upper().join(directory)).unwrap();
+        names.count()
+    };
+    assert_eq!((count(".bcow/index"), count(".bcow/maps")), (1, 1));
+    let mut index = fs::read_dir(fixture.upper().join(".bcow/index")).unwrap();
+    let entry = index.next().unwrap().unwrap().path();
+    // A directory cannot be removed as a file.
+    fs::remove_file(&entry).unwrap();
+    fs::create_dir(&entry).unwrap();
+    fixture.fs().forget(id, 10);
+    assert_eq!((count(".bcow/index"), count(".bcow/maps")), (1, 1));
+}
+
 #[test]
 fn written_bytes_of_partials_stay() {
     let Some(mut fixture) = partial() else { return };
