@@ -4,7 +4,7 @@
 //! one, the request fails with EIO (fuse_dev_do_read in fs/fuse/dev.c), and no other process gets
 //! it. Without that, a thread that is killed with a request leaves it to the next process of the
 //! pool. A new buffer has no pages. So a thread makes the pages of its buffer present when it has
-//! received its first request, which is short.
+//! received its first request, which usually fits into the page that the allocator has written.
 
 use std::cell::Cell;
 

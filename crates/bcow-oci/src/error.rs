@@ -525,7 +525,7 @@ impl ConvertError {
         ConvertError::Selection { place, found, hint }
     }
 
-    /// A platform for which there is no image.
+    /// A platform that no image of the index is for.
     pub(crate) fn no_platform(place: String, wanted: &Platform, available: &[String]) -> Self {
         let found = format!("no image for platform {wanted}");
         let hint = Some(format!("choose one with --platform: {}", listed(available)));

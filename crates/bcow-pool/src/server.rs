@@ -404,7 +404,7 @@ impl Pool {
     /// The metrics of the pool and of its mounts at this moment.
     pub fn for_prometheus(&self) -> String {
         let mounts: Vec<_> = self.documents().into_iter().map(|(_, one)| one).collect();
-        let memory = memory();
+        let resident = number("/proc/self/status", "VmRSS:").unwrap_or(0) << 10;
         #[rustfmt::skip]
         let figures = [
             ("bcow_pool_mounts", "gauge", "Mounts of the pool", mounts.len() as u64),
@@ -413,7 +413,7 @@ impl Pool {
             ("bcow_pool_lost_mounts_total", "counter", "Mounts that this process did not take over",
                 self.lost.load(Ordering::Relaxed)),
             ("bcow_pool_start_time_seconds", "gauge", "Start of the pool, since 1970", self.since),
-            ("bcow_pool_resident_bytes", "gauge", "Memory of the process", memory.resident_bytes),
+            ("bcow_pool_resident_bytes", "gauge", "Memory of the process", resident),
         ];
         bcow_fuse::stats::text_of_pool(&figures, &self.cache.figures(), &mounts)
     }
