@@ -32,6 +32,7 @@ mod report;
 mod resent;
 mod restore;
 mod room;
+mod sharing;
 mod sync;
 #[cfg(test)]
 mod takeover_tests;
@@ -56,6 +57,7 @@ pub use crate::upper::XattrMode;
 pub use attributes::encode_device;
 pub use report::Report;
 pub use resent::{New, RequestId};
+pub use sharing::{ImageContent, SHARED_BYTES};
 pub use types::{
     Allocate, Attributes, Caller, Changes, DirectoryEntry, EntryPlus, Figures, Privileges,
     RenameMode, SetTime, SyncScope,
@@ -121,6 +123,9 @@ pub struct UnionFs {
     unrecorded: Mutex<Vec<Arc<Node>>>,
     /// What the process before had executed and may not have answered.
     executed: resent::Executed,
+    /// Files that the kernel reads instead of nodes. The lock is held while one is made, and
+    /// acquired before those of the table and of the ledger.
+    backings: Mutex<sharing::Backings>,
 }
 
 impl UnionFs {
@@ -221,6 +226,7 @@ impl UnionFs {
             ledger,
             unrecorded: Mutex::default(),
             executed: resent::Executed::default(),
+            backings: Mutex::default(),
         });
         union
             .complete_root()

@@ -91,6 +91,10 @@ pub(super) struct Node {
     pub(super) sync_failed: OnceLock<Errno>,
     /// Whether the node is in the queue of the background thread.
     pub(super) is_queued: AtomicBool,
+    /// Whether a program has opened the file for writing, in a mount that shares files.
+    pub(super) was_opened_for_writing: AtomicBool,
+    /// Whether the file is large enough in the image to be shared, once that was looked up.
+    pub(super) is_large: OnceLock<bool>,
     /// Cached target of this symbolic link, so that the host's access time of the link does not
     /// change with each read.
     pub(super) target: OnceLock<Box<[u8]>>,
@@ -259,6 +263,8 @@ impl Node {
             is_removed: AtomicBool::new(false),
             sync_failed: OnceLock::new(),
             is_queued: AtomicBool::new(false),
+            was_opened_for_writing: AtomicBool::new(false),
+            is_large: OnceLock::new(),
             target: OnceLock::new(),
             entry: OnceLock::new(),
             has_orphan: AtomicBool::new(false),
@@ -306,6 +312,10 @@ impl Node {
                 (Flags::IN_BATCH, in_batch),
                 (Flags::REMOVED, self.is_removed.load(Ordering::Acquire)),
                 (Flags::SYNC_FAILED, self.sync_failed.get().is_some()),
+                (
+                    Flags::OPENED_FOR_WRITING,
+                    self.was_opened_for_writing.load(Ordering::Acquire),
+                ),
             ] {
                 if is_set {
                     flags = flags | flag;
