@@ -83,6 +83,7 @@ fn print_direct(
             "remote": null,
             "door": { "name": "kernel", "reason": REASON },
             "pool": null,
+            "share": null,
             "errors": null,
             "operations": [],
         }));
@@ -108,6 +109,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         remote,
         driver,
         pool,
+        share: sharing,
         trace,
         errors,
         operations,
@@ -124,6 +126,14 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     if let Some(pool) = pool {
         let pool = printable(pool);
         writeln!(out, "pool:        {pool}, whose mounts share the cache")?;
+        if let Some(sharing) = sharing {
+            let reason = sharing.reason.as_deref().unwrap_or_default();
+            let reason = printable(reason);
+            match sharing.on {
+                true => writeln!(out, "page cache:  one for all mounts, of unchanged files")?,
+                false => writeln!(out, "page cache:  of this mount: {reason}")?,
+            }
+        }
     }
     if let Some(trace) = trace {
         writeln!(out, "trace:       {}", printable(trace))?;

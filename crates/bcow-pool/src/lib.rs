@@ -21,6 +21,7 @@ pub mod client;
 mod directory;
 mod given;
 mod link;
+mod opener;
 pub mod protocol;
 mod record;
 mod restart;
