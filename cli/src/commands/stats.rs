@@ -127,12 +127,11 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         let pool = printable(pool);
         writeln!(out, "pool:        {pool}, whose mounts share the cache")?;
         if let Some(sharing) = sharing {
-            let reason = sharing.reason.as_deref().unwrap_or_default();
-            let reason = printable(reason);
-            match sharing.on {
-                true => writeln!(out, "page cache:  one for all mounts, of unchanged files")?,
-                false => writeln!(out, "page cache:  of this mount: {reason}")?,
-            }
+            let cache = match &sharing.reason {
+                None => "one for all mounts, of unchanged files".to_owned(),
+                Some(reason) => format!("of this mount only: {}", printable(reason)),
+            };
+            writeln!(out, "page cache:  {cache}")?;
         }
     }
     if let Some(trace) = trace {

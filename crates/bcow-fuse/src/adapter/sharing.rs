@@ -119,11 +119,11 @@ impl Sharing {
     /// The attributes for an entry. Their number is the one by which the kernel is to know the
     /// node.
     pub(super) fn entry(fs: &UnionFs, attributes: FileAttr) -> FileAttr {
-        let ino = match is_changed(fs, &attributes) {
-            true => INodeNo(attributes.ino.0 | ALIAS),
-            false => attributes.ino,
-        };
-        FileAttr { ino, ..attributes }
+        let alias = if is_changed(fs, &attributes) { ALIAS } else { 0 };
+        FileAttr {
+            ino: INodeNo(attributes.ino.0 | alias),
+            ..attributes
+        }
     }
 
     /// How long the kernel may cache the attributes of a number at most.

@@ -15,7 +15,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::{FileType, Nid};
-use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::UnionFs;
