@@ -61,8 +61,8 @@ impl SharedFile {
     }
 }
 
-/// The images that are open. A slot is never used for another image: the kernel caches pages of its
-/// files longer than the image is mounted.
+/// The slots, and the images in them. A slot is never used for another key: the kernel caches pages
+/// of its files longer than the image is mounted.
 #[derive(Default)]
 pub(crate) struct Slots(Mutex<SlotTable>);
 
@@ -77,6 +77,7 @@ struct SlotTable {
 
 struct OpenSlot {
     key: ImageKey,
+    /// Empty when all mounts have ended.
     images: Images,
 }
 
@@ -161,16 +162,12 @@ impl Slots {
         true
     }
 
-    /// The mount of an image has ended.
+    /// The mount of an image has ended. The slot stays that of its key: the next mount with this key
+    /// finds the pages that the kernel still has.
     pub(crate) fn remove(&self, slot: u32, image: &Arc<Image>) {
-        let mut table = self.0.lock();
-        let Some(open) = table.slots.get_mut(&slot) else {
-            return;
-        };
-        let others = open.images.iter().filter(|one| !Arc::ptr_eq(one, image));
-        open.images = others.cloned().collect();
-        if open.images.is_empty() {
-            table.slots.remove(&slot);
+        if let Some(open) = self.0.lock().slots.get_mut(&slot) {
+            let others = open.images.iter().filter(|one| !Arc::ptr_eq(one, image));
+            open.images = others.cloned().collect();
         }
     }
 
