@@ -76,10 +76,11 @@ impl Sharing {
         ino: INodeNo,
         flags: OpenFlags,
     ) -> Result<Opening, Errno> {
+        let node = id(ino);
         if is_alias(ino) {
+            fs.end_awaited_open(node);
             return Ok(Opening::Ordinary);
         }
-        let node = id(ino);
         let nid = match fs.image_content(node)? {
             ImageContent::Never => return Ok(Opening::Ordinary),
             ImageContent::Changed => return Ok(Opening::Again),

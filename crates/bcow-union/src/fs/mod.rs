@@ -126,6 +126,8 @@ pub struct UnionFs {
     /// Files that the kernel reads instead of nodes. The lock is held while one is made, and
     /// acquired before those of the table and of the ledger.
     backings: Mutex<sharing::Backings>,
+    /// The lock is held only to add or to take nodes.
+    awaited_opens: Mutex<sharing::AwaitedOpens>,
 }
 
 impl UnionFs {
@@ -227,6 +229,7 @@ impl UnionFs {
             unrecorded: Mutex::default(),
             executed: resent::Executed::default(),
             backings: Mutex::default(),
+            awaited_opens: Mutex::default(),
         });
         union
             .complete_root()

@@ -227,6 +227,9 @@ impl Restoring<'_> {
                 if let Some(ledger) = &union.ledger {
                     node.enter(ledger);
                 }
+                if was_opened && !is_removed {
+                    union.await_open(Arc::clone(&node));
+                }
             }
             references => union.table.hold_several(&node, references),
         }

@@ -13,6 +13,7 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use bcow_erofs::reader::{FileType, Nid};
 use rustix::io::Errno;
@@ -40,6 +41,15 @@ pub enum ImageContent {
     /// Not any more: the content was changed, or the file was opened for writing.
     Changed,
 }
+
+/// How long a node is kept for an open that was sent to another lookup. The program may be killed
+/// meanwhile, so the open may never come.
+const AWAITED_FOR: Duration = Duration::from_secs(30);
+
+/// Nodes of files that a program is about to open for writing. The kernel may forget the node
+/// before it looks the path up again, and the lookup must know of the first attempt.
+#[derive(Debug, Default)]
+pub(super) struct AwaitedOpens(HashMap<NodeId, (Arc<Node>, Instant)>);
 
 /// The backings of the nodes that the kernel reads by passthrough.
 #[derive(Debug, Default)]
@@ -83,14 +93,38 @@ impl UnionFs {
         })
     }
 
-    /// Records that a program opens the file for writing.
+    /// Records that a program opens the file for writing. The kernel will look its path up again.
     pub fn open_for_writing(&self, id: NodeId) -> Result<(), Errno> {
         let node = self.node(id)?;
         node.was_opened_for_writing.store(true, Ordering::Release);
         if let Some(entry) = node.entry() {
             entry.set_flags(Flags::OPENED_FOR_WRITING, true);
         }
+        // No lookup finds a file without a name.
+        if !node.is_removed.load(Ordering::Acquire) {
+            self.await_open(node);
+        }
         Ok(())
+    }
+
+    /// Keeps a node until [`UnionFs::end_awaited_open`].
+    pub(super) fn await_open(&self, node: Arc<Node>) {
+        let mut awaited = self.awaited_opens.lock();
+        let is_late = |_: &NodeId, (_, since): &mut (_, Instant)| since.elapsed() > AWAITED_FOR;
+        let late: Vec<_> = awaited.0.extract_if(is_late).collect();
+        awaited.0.insert(node.id, (node, Instant::now()));
+        drop(awaited);
+        for (_, (node, _)) in late {
+            self.table.drop_node(node);
+        }
+    }
+
+    /// A program has opened a file by its path, after [`UnionFs::open_for_writing`].
+    pub fn end_awaited_open(&self, id: NodeId) {
+        let awaited = self.awaited_opens.lock().0.remove(&id);
+        if let Some((node, _)) = awaited {
+            self.table.drop_node(node);
+        }
     }
 
     /// The number of the node's backing, which `make` makes if there is none. The kernel requires
