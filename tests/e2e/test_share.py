@@ -627,13 +627,10 @@ class Takeovers(ShareCase):
 
             thread = threading.Thread(target=read)
             thread.start()
-            time.sleep(pauses.random() / 50)
-            self.kill()
+            self.disturb(1, lambda: time.sleep(pauses.random() / 50))
             thread.join(test_pool.TIMEOUT)
             self.assertFalse(thread.is_alive())
             self.assertEqual(failures, [])
-            # More than ten seconds between two kills in a row do not end the pool.
-            time.sleep(0.1)
         self.stop()
 
     def test_what_was_opened_for_writing_stays_apart(self):
