@@ -20,7 +20,8 @@ import time
 
 import test_pool
 from promises import promise
-from support import WORK, assert_refused, bcow, is_mounted, need_kernel, read_bytes, run, until
+from support import (UNPRIVILEGED, WORK, assert_refused, bcow, is_mounted, need_kernel, read_bytes,
+                     run, until)
 
 STEPS = test_pool.STEPS
 LARGE = 300_000
@@ -68,7 +69,8 @@ class ShareCase(test_pool.PoolCase):
     def change(self, *options, name=None, where=None):
         """Mounts the image with an upper."""
         upper = os.path.join(self.uppers, name or f"upper{len(self.mounts)}")
-        return self.mount("--upper", upper, *options, image=self.shared, where=where)
+        return self.mount("--upper", upper, "-o", "allow_other", *options, image=self.shared,
+                          where=where)
 
     def open(self, where, name, flags=os.O_RDONLY):
         self.descriptors.append(os.open(os.path.join(where, name), flags))
@@ -134,6 +136,54 @@ class Sharing(ShareCase):
         before = self.looked_up()
         os.pread(fd, 3_000_000, 0)
         self.assertGreater(self.looked_up(), before + 10)
+        self.stop()
+
+    def test_each_way_of_reading_gives_the_content(self):
+        self.start()
+        first, second = self.change(), self.change()
+        name = "directory/large"
+        data = self.data[name]
+        for where in (first, second):
+            fd = self.open(where, name, os.O_RDONLY | os.O_DIRECT)
+            buffer = mmap.mmap(-1, 1 << 20)
+            self.assertEqual(os.preadv(fd, [buffer], 1 << 20), 1 << 20)
+            self.assertTrue(buffer[:] == data[1 << 20:2 << 20])
+            fd = self.open(where, name)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            with tempfile.TemporaryFile(dir=WORK) as target:
+                # Through a pipe of the kernel.
+                self.assertEqual(os.sendfile(target.fileno(), fd, 0, len(data)), len(data))
+                self.assertTrue(os.pread(target.fileno(), len(data), 0) == data)
+            copy = os.path.join(where, "copy")
+            run("cp", os.path.join(where, name), copy)
+            self.assertTrue(read_bytes(copy) == data)
+            # As another user, who may not reach the hidden mount.
+            out = run("cat", os.path.join(where, name), user=UNPRIVILEGED).out
+            self.assertTrue(out == data)
+            self.assertEqual(os.pread(fd, 10, len(data) - 3), data[-3:])
+            self.assertEqual(os.pread(fd, 10, len(data)), b"")
+        self.stop()
+
+    def test_damage_is_counted_for_each_mount(self):
+        image = self.path("damaged.bcow")
+        shutil.copy(self.shared, image)
+        with open(image, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            # Random bytes are stored as they are.
+            at = memory.find(self.data["file5"][200_000:200_064])
+            self.assertGreater(at, 0)
+            memory[at] ^= 1
+        self.start()
+        places = [self.mount("-o", "allow_other", "--upper", os.path.join(self.uppers, f"u{n}"),
+                             image=image) for n in range(2)]
+        for where in places:
+            with self.assertRaises(OSError) as caught:
+                read_bytes(os.path.join(where, "file5"))
+            self.assertEqual(caught.exception.errno, errno.EIO)
+            self.assertTrue(read_bytes(os.path.join(where, "file6")) == self.data["file6"])
+        for where in places:
+            found = self.statistics(where)["errors"]
+            self.assertGreater(found["total"], 0)
+            self.assertEqual(found["recent"][0]["paths"], ["/file5"])
         self.stop()
 
     def described(self, where):
@@ -214,8 +264,8 @@ class Sharing(ShareCase):
         memory.close()
         private.close()
 
-    @promise("A descriptor or a mapping from before the first open for writing shows the content of "
-             "the image for ever. Descriptors that are opened later show the new content.",
+    @promise("A descriptor or a mapping from before the first open for writing shows the content "
+             "of the image for ever. Descriptors that are opened later show the new content.",
              "`fstat` of a descriptor from before shows the attributes of now, also the size, and "
              "`st_ino` does not change.")
     def test_first_change_leaves_what_is_open(self):

@@ -154,7 +154,7 @@ impl SharedFiles {
         }
     }
 
-    /// The hidden mount, which is made if there is none.
+    /// The hidden mount; made at the first call.
     fn hidden(&self) -> Result<Arc<Hidden>, MountError> {
         let mut hidden = self.hidden.lock();
         if let Some(hidden) = &*hidden {

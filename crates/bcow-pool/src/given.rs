@@ -174,6 +174,8 @@ pub struct Given {
     pub supervisor: u32,
     /// The log file: an absolute path.
     pub log_file: Option<PathBuf>,
+    /// Whether the supervisor keeps the hidden mount of shared files for the next process.
+    pub keeps_shared: bool,
     /// The mounts of the previous process, by number.
     pub mounts: BTreeMap<u64, Kept>,
     /// The hidden mount of the files that they share.
@@ -196,6 +198,7 @@ impl Given {
                     restarts,
                     supervisor,
                     log_file,
+                    keeps_shared,
                 } => {
                     let socket = descriptors.into_iter().next();
                     let none = || io::Error::other("a descriptor is missing");
@@ -205,6 +208,7 @@ impl Given {
                         restarts,
                         supervisor,
                         log_file: log_file.map(OsString::from).map(PathBuf::from),
+                        keeps_shared,
                         mounts: BTreeMap::new(),
                         shared: None,
                     });

@@ -43,6 +43,9 @@ pub enum Packet {
         supervisor: u32,
         /// The log file: an absolute path.
         log_file: Option<Bytes>,
+        /// Whether the supervisor knows [`Packet::Shared`]: an earlier version does not.
+        #[serde(default)]
+        keeps_shared: bool,
     },
     /// To the process: a mount to take over, with the descriptors of [`Packet::Keep`].
     Mount {

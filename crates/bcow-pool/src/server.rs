@@ -62,8 +62,8 @@ pub struct Pool {
     /// The process that starts this one again.
     supervisor: u32,
     cache: BlockCache,
-    /// The files that mounts share.
-    files: Arc<SharedFiles>,
+    /// The files that mounts share; `None` if the next process would not get them.
+    files: Option<Arc<SharedFiles>>,
     /// The socket to the supervisor.
     link: Link,
     has_supervisor: AtomicBool,
@@ -124,9 +124,15 @@ impl Pool {
         given: &Given,
         link: Link,
     ) -> io::Result<Self> {
-        let keeper = FilesKeeper {
-            link: link.try_clone()?,
-            opener: Opener::default(),
+        let files = if given.keeps_shared {
+            let keeper = FilesKeeper {
+                link: link.try_clone()?,
+                opener: Opener::default(),
+            };
+            let threads = threads.unwrap_or_else(read_threads);
+            Some(SharedFiles::new(keeper, threads))
+        } else {
+            None
         };
         Ok(Pool {
             name,
@@ -135,7 +141,7 @@ impl Pool {
             restarts: given.restarts,
             supervisor: given.supervisor,
             cache: BlockCache::common(memory_bytes),
-            files: SharedFiles::new(keeper, threads.unwrap_or_else(read_threads)),
+            files,
             link,
             has_supervisor: AtomicBool::new(true),
             clients: AtomicUsize::new(0),
@@ -166,7 +172,7 @@ impl Pool {
             .values()
             .filter_map(|entry| entry.stats.upgrade());
         let requests: u64 = stats.map(|stats| stats.requests()).sum();
-        requests + self.files.reads()
+        requests + self.files.as_ref().map_or(0, |files| files.reads())
     }
 
     /// Ends the pool at SIGTERM and SIGINT, and at once at a second signal.
@@ -249,7 +255,7 @@ impl Pool {
         let pool = InPool {
             name: self.name.to_string(),
             threads: self.threads,
-            files: Arc::clone(&self.files),
+            files: self.files.clone(),
         };
         Host::of_pool(self.cache.clone(), pool)
     }

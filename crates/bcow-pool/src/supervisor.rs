@@ -220,6 +220,7 @@ impl<'a> Supervisor<'a> {
             restarts: self.restarts,
             supervisor: std::process::id(),
             log_file: log_file.map(|path| path.as_os_str().into()),
+            keeps_shared: true,
         };
         link.send(&socket, &[self.settings.listener.as_fd()])?;
         for (&number, kept) in &self.mounts {

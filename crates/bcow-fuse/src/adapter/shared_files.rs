@@ -1,8 +1,8 @@
 //! The adapter of the hidden mount with the files that mounts share.
 //!
 //! Its root directory has a file for each regular file of each image, by the name
-//! [`SharedFile::name`]. It cannot be listed. No process opens the files but through the mounts that
-//! share them, and those check permissions.
+//! [`SharedFile::name`]. It cannot be listed. No process opens the files but through the mounts
+//! that share them, and those check permissions.
 
 use std::ffi::OsStr;
 use std::io;

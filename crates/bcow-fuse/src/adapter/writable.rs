@@ -1,8 +1,8 @@
 //! The adapter of an image with an upper.
 //!
 //! Files need no open request (FUSE_NO_OPEN_SUPPORT), unless the mount shares files: each request
-//! names its node, and bcow keeps no state per open file. The kernel itself handles locks and checks
-//! permissions (`default_permissions`).
+//! names its node, and bcow keeps no state per open file. The kernel itself handles locks and
+//! checks permissions (`default_permissions`).
 
 use std::ffi::OsStr;
 use std::io;
@@ -211,8 +211,8 @@ impl fuser::Filesystem for Writable {
             wanted |= InitFlags::FUSE_PASSTHROUGH;
         }
         let offered = negotiate(config, wanted);
-        // The files of the hidden mount are not on another file system, and overlayfs can still use
-        // this mount.
+        // The hidden mount is on no other file system. The kernel allows a depth of two, so
+        // overlayfs can still use this mount.
         let has_depth = config.set_max_stack_depth(1).is_ok();
         match &self.sharing {
             Some(sharing) if has_depth && offered.contains(InitFlags::FUSE_PASSTHROUGH) => {

@@ -162,8 +162,8 @@ impl Slots {
         true
     }
 
-    /// The mount of an image has ended. The slot stays that of its key: the next mount with this key
-    /// finds the pages that the kernel still has.
+    /// The mount of an image has ended. The slot stays that of its key: the next mount with this
+    /// key finds the pages that the kernel still has.
     pub(crate) fn remove(&self, slot: u32, image: &Arc<Image>) {
         if let Some(open) = self.0.lock().slots.get_mut(&slot) {
             let others = open.images.iter().filter(|one| !Arc::ptr_eq(one, image));

@@ -34,8 +34,8 @@ pub struct InPool {
     pub name: String,
     /// Threads that answer the requests of one mount.
     pub threads: Option<usize>,
-    /// The files that the mounts of the pool share.
-    pub files: Arc<SharedFiles>,
+    /// The files that the mounts of the pool share; `None` if its supervisor cannot keep them.
+    pub files: Option<Arc<SharedFiles>>,
 }
 
 impl Host<'_> {

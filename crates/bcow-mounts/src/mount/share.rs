@@ -46,7 +46,8 @@ pub(super) fn content(
     union: Arc<UnionFs>,
     slot: TakenSlot,
 ) -> Result<(Content, Option<String>), CommandError> {
-    let files = host.pool.as_ref().map(|pool| &pool.files);
+    let pool = host.pool.as_ref();
+    let files = pool.and_then(|pool| pool.files.as_ref());
     if let (TakenSlot::Of(slot), Some(files)) = (slot, files) {
         let image = files.share_again(key, union.image(), slot);
         let image = image.map_err(|error| failure(&error))?;
@@ -54,7 +55,8 @@ pub(super) fn content(
     }
     let why_not = match (reason_against(args, options, slot), files) {
         (Some(reason), _) => reason,
-        (None, None) => "no pool serves the mount".to_owned(),
+        (None, None) if pool.is_none() => "no pool serves the mount".to_owned(),
+        (None, None) => "the supervisor of the pool is of an earlier version".to_owned(),
         (None, Some(files)) => match files.share(key, union.image()) {
             Ok(image) => return Ok((Content::Shared(union, image), None)),
             Err(error) => failure(&error).in_one_line(),

@@ -96,8 +96,8 @@ impl Pool {
         mounts: BTreeMap<u64, Kept>,
         shared: Option<SharedHandover>,
     ) -> Result<(), CommandError> {
-        if let Some(shared) = shared {
-            let taken_over = self.files.take_over(shared);
+        if let (Some(files), Some(shared)) = (&self.files, shared) {
+            let taken_over = files.take_over(shared);
             taken_over.map_err(|error| failure(&error))?;
         }
         self.state().next = mounts.last_key_value().map_or(0, |(number, _)| number + 1);
@@ -108,7 +108,9 @@ impl Pool {
                 self.release(number);
             }
         });
-        self.files.end_takeover();
+        if let Some(files) = &self.files {
+            files.end_takeover();
+        }
         Ok(())
     }
 

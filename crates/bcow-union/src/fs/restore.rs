@@ -227,11 +227,12 @@ impl Restoring<'_> {
                 if let Some(ledger) = &union.ledger {
                     node.enter(ledger);
                 }
-                if was_opened && !is_removed {
-                    union.await_open(Arc::clone(&node));
-                }
             }
             references => union.table.hold_several(&node, references),
+        }
+        // The open may not have come yet.
+        if was_opened && !is_removed {
+            union.await_open(Arc::clone(&node));
         }
         let in_batch = node
             .read_state()

@@ -127,8 +127,8 @@ impl UnionFs {
         }
     }
 
-    /// The number of the node's backing, which `make` makes if there is none. The kernel requires
-    /// that all open files of an inode have the same one.
+    /// The number of the node's backing; `make` makes a missing one. The kernel requires that all
+    /// open files of an inode have the same one.
     pub fn backing(&self, id: NodeId, make: impl FnOnce() -> io::Result<u32>) -> io::Result<u32> {
         let mut backings = self.backings.lock();
         if let Some(backing) = backings.known.get(&id) {
