@@ -179,7 +179,7 @@ class Sharing(ShareCase):
             with self.assertRaises(OSError) as caught:
                 read_bytes(os.path.join(where, "file5"))
             self.assertEqual(caught.exception.errno, errno.EIO)
-            self.assertTrue(read_bytes(os.path.join(where, "file6")) == self.data["file6"])
+            self.assertTrue(read_bytes(os.path.join(where, "file1")) == self.data["file1"])
         for where in places:
             found = self.statistics(where)["errors"]
             self.assertGreater(found["total"], 0)
