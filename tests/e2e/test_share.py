@@ -662,27 +662,6 @@ class Takeovers(ShareCase):
         self.assert_cached(before)
         self.stop()
 
-    def test_processes_killed_while_files_are_opened_first_end(self):
-        self.start()
-        pauses = random.Random(3)
-        for _ in range(STEPS):
-            where = self.change()
-            failures = []
-
-            def read(where=where, failures=failures):
-                try:
-                    self.assert_content(where)
-                except (OSError, AssertionError) as failure:
-                    failures.append(failure)
-
-            thread = threading.Thread(target=read)
-            thread.start()
-            self.disturb(1, lambda: time.sleep(pauses.random() / 50))
-            thread.join(test_pool.TIMEOUT)
-            self.assertFalse(thread.is_alive())
-            self.assertEqual(failures, [])
-        self.stop()
-
     def test_what_was_opened_for_writing_stays_apart(self):
         self.start()
         where = self.change()
@@ -722,6 +701,58 @@ class Takeovers(ShareCase):
             self.assertTrue(read_bytes(os.path.join(second, name)) == content, name)
         self.assert_content(self.change())
         self.stop()
+
+
+class FirstOpens(test_pool.PoolCase):
+    """Many files, each of which is opened for the first time while the process is killed."""
+
+    FILES, SIZE = 400, 17_000
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        need_kernel(6, 9, "passthrough to other files")
+        os.mkdir(cls.path("many"))
+        for number in range(cls.FILES):
+            cls.path(f"many/{number}", cls.content(number))
+        cls.many = cls.path("many.bcow")
+        bcow("convert", f"dir:{cls.path('many')}", cls.many, timeout=test_pool.TIMEOUT)
+
+    @classmethod
+    def content(cls, number):
+        return random.Random(number).randbytes(cls.SIZE)
+
+    def use(self, where, seed, failures):
+        """Reads and changes each file in an order of its own."""
+        source = random.Random(seed)
+        try:
+            for number in source.sample(range(self.FILES), self.FILES):
+                path, data = os.path.join(where, str(number)), self.content(number)
+                fd = os.open(path, os.O_RDONLY) if source.random() < 0.5 else None
+                with open(path, "r+b") as file:
+                    file.write(b"new")
+                if fd is not None:
+                    assert os.pread(fd, self.SIZE + 1, 0) == data, f"descriptor of {path}"
+                    os.close(fd)
+                assert read_bytes(path) == b"new" + data[3:], path
+        except (OSError, AssertionError) as failure:
+            failures.append(failure)
+
+    def test_no_open_fails_while_the_process_is_killed(self):
+        self.start()
+        uppers = tempfile.mkdtemp(prefix="uppers-", dir=WORK)
+        self.addCleanup(shutil.rmtree, uppers, ignore_errors=True)
+        pauses, failures = random.Random(3), []
+        for step in range(STEPS):
+            where = self.mount("--upper", os.path.join(uppers, str(step)), image=self.many)
+            thread = threading.Thread(target=self.use, args=(where, step, failures))
+            thread.start()
+            self.disturb(1, lambda: time.sleep(pauses.random() / 10))
+            thread.join(test_pool.TIMEOUT)
+            self.assertFalse(thread.is_alive())
+            self.assertEqual(failures, [])
+            self.bcow("umount", where)
+        self.bcow("pool", "stop", "pool")
 
 
 class Memory(ShareCase):
