@@ -48,7 +48,8 @@ pub(super) fn content(
 ) -> Result<(Content, Option<String>), CommandError> {
     let pool = host.pool.as_ref();
     let files = pool.and_then(|pool| pool.files.as_ref());
-    if let (TakenSlot::Of(slot), Some(files)) = (slot, files) {
+    if let TakenSlot::Of(slot) = slot {
+        let files = files.ok_or_else(|| cannot("the hidden mount is missing"))?;
         let image = files.share_again(key, union.image(), slot);
         let image = image.map_err(|error| failure(&error))?;
         return Ok((Content::Shared(union, image), None));
@@ -105,6 +106,7 @@ pub(super) fn settle(
     result
 }
 
+/// The error of a mount that must share files.
 fn cannot(reason: &str) -> CommandError {
     CommandError::new("the mount cannot share files with other mounts").caused_by_text(reason)
 }

@@ -294,6 +294,8 @@ impl UnionFs {
             self.measure_if_open(&node);
             return self.table.drop_node(node);
         }
+        // No lookup finds it any more, and its space is to be freed.
+        self.end_awaited_open(id);
         self.pending_frees.forgotten(|| {
             self.drop_orphan(&node);
             // A background thread may hold the node for a moment longer.

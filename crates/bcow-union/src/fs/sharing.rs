@@ -119,7 +119,7 @@ impl UnionFs {
         }
     }
 
-    /// A program has opened a file by its path, after [`UnionFs::open_for_writing`].
+    /// The open that [`UnionFs::open_for_writing`] has announced has come, or cannot come.
     pub fn end_awaited_open(&self, id: NodeId) {
         let awaited = self.awaited_opens.lock().0.remove(&id);
         if let Some((node, _)) = awaited {
