@@ -324,7 +324,8 @@ class Sharing(ShareCase):
         self.stop()
 
     @promise("Opening a descriptor from before once more, through `/proc/self/fd`, fails with "
-             "ESTALE.")
+             "ESTALE. So does an open for writing of a file that is itself the root of a bind "
+             "mount, or that was opened with `O_PATH` before.")
     def test_descriptors_from_before_cannot_be_opened_again(self):
         self.start()
         where = self.change()
@@ -342,6 +343,21 @@ class Sharing(ShareCase):
         os.pwrite(new, b"new", 0)
         with open(f"/proc/self/fd/{new}", "r+b") as file:
             self.assertEqual(file.read(3), b"new")
+        # Nor can files that the kernel does not look up again.
+        only = self.open(where, "file1", os.O_PATH)
+        bound = self.path("bound", b"")
+        run("mount", "--bind", os.path.join(where, "file2"), bound)
+        try:
+            self.assertTrue(read_bytes(bound) == self.data["file2"])
+            for path in (f"/proc/self/fd/{only}", bound):
+                with self.assertRaises(OSError) as caught:
+                    open(path, "r+b")
+                self.assertEqual(caught.exception.errno, errno.ESTALE)
+        finally:
+            run("umount", bound)
+        for name in ("file1", "file2"):
+            with open(os.path.join(where, name), "r+b") as file:
+                self.assertTrue(file.read() == self.data[name])
         self.stop()
 
     @promise("A lock or an inotify watch from before the first open for writing concerns only "
