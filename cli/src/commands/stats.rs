@@ -83,6 +83,7 @@ fn print_direct(
             "remote": null,
             "door": { "name": "kernel", "reason": REASON },
             "pool": null,
+            "share": null,
             "errors": null,
             "operations": [],
         }));
@@ -108,6 +109,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         remote,
         driver,
         pool,
+        share: sharing,
         trace,
         errors,
         operations,
@@ -124,6 +126,13 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     if let Some(pool) = pool {
         let pool = printable(pool);
         writeln!(out, "pool:        {pool}, whose mounts share the cache")?;
+        if let Some(sharing) = sharing {
+            let cache = match &sharing.reason {
+                None => "one for all mounts, of unchanged files".to_owned(),
+                Some(reason) => format!("of this mount only: {}", printable(reason)),
+            };
+            writeln!(out, "page cache:  {cache}")?;
+        }
     }
     if let Some(trace) = trace {
         writeln!(out, "trace:       {}", printable(trace))?;

@@ -35,6 +35,9 @@ pub enum MountError {
         /// Why bcow does not support the option.
         reason: &'static str,
     },
+    /// Mounts of a process cannot share files.
+    #[error("cannot share files: {0}")]
+    NoSharing(&'static str),
     #[error("mount option {0:?} is for root only")]
     RootOnly(&'static str),
     #[error("cannot open /dev/fuse")]

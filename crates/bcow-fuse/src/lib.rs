@@ -40,6 +40,7 @@ pub mod owners;
 mod process;
 mod request_threads;
 pub mod session;
+pub mod shared;
 pub mod signals;
 pub mod stats;
 mod takeover;

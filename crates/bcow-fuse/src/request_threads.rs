@@ -125,6 +125,15 @@ impl RequestThreads {
         })
     }
 
+    /// For a mount with `threads` threads, at least one, and fuser's settings for them.
+    pub(crate) fn with_settings(threads: usize) -> (Arc<RequestThreads>, fuser::Config) {
+        let mut config = fuser::Config::default();
+        let threads = threads.max(1);
+        // One thread more than answer requests: see [`RequestThreads::new`].
+        config.n_threads = Some(threads + 1);
+        (RequestThreads::new(threads), config)
+    }
+
     /// Begins a request that this thread has received.
     pub(crate) fn begin(self: &Arc<Self>, kind: Kind) -> Turn<'_> {
         let is_known = MEMBER.with_borrow_mut(|member| match member {

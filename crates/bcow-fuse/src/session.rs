@@ -1,16 +1,18 @@
 //! A mounted image, from the mount to its end.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use bcow_union::errors::ErrorLog;
 use bcow_union::fs::UnionFs;
+use fuser::InitFlags;
 use parking_lot::{Mutex, RwLock};
 
 use crate::adapter::readonly::ReadOnly;
+use crate::adapter::sharing::Sharing;
 use crate::adapter::writable::{Gate, Writable};
 use crate::error::MountError;
 use crate::fs::ImageFs;
@@ -19,6 +21,7 @@ use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
 use crate::request_threads::RequestThreads;
+use crate::shared::SharedImage;
 use crate::signals::Signals;
 use crate::stats::MountStats;
 use crate::takeover::{self, Handover, duplicate};
@@ -33,6 +36,8 @@ pub enum Content {
     Image(ImageFs),
     /// An image with an upper. The session closes the upper when the mount has ended.
     Union(Arc<UnionFs>),
+    /// The same, and other mounts of the process share the files that it does not change.
+    Shared(Arc<UnionFs>, SharedImage),
 }
 
 impl From<ImageFs> for Content {
@@ -58,6 +63,8 @@ pub struct Session {
     /// The flags of the protocol that are in use.
     agreed: Arc<AtomicU64>,
     gate: Gate,
+    /// The slot of its image, if it shares files.
+    slot: Option<u32>,
 }
 
 /// Closes an upper and writes the result to the outcome pipe. Several threads may close at the same
@@ -138,32 +145,44 @@ impl Session {
     ) -> Result<Self, MountError> {
         stats.set_mounted(mount.target(), content.errors());
         idle::watch(&stats);
-        let (request_threads, config) = request_threads(threads);
+        let (request_threads, config) = RequestThreads::with_settings(threads);
         let agreed = Arc::default();
         let gate = gate(&content);
         let seen = Arc::clone(&agreed);
+        let mut slot = None;
+        let (content, sharing) = match content {
+            Content::Shared(union, image) => {
+                slot = Some(image.slot());
+                let sharing = Sharing::new(image, duplicate(connection.as_fd())?);
+                (Content::Union(union), Some(sharing))
+            }
+            content => (content, None),
+        };
         let (fuse, union): (Serve, _) = match content {
             Content::Image(fs) => {
                 let adapter = ReadOnly::new(fs, stats, request_threads, options, seen);
                 let session = takeover::session(adapter, connection, before, config)?;
                 (Box::new(|| session.run()), None)
             }
-            Content::Union(union) => {
+            Content::Union(union) | Content::Shared(union, _) => {
                 let outcome = Arc::new(Outcome::new()?);
                 stats.set_union(Arc::clone(&union), outcome.descriptor());
                 let (fs, gate) = (Arc::clone(&union), gate.clone());
-                let adapter = Writable::new(fs, stats, request_threads, options, gate, seen);
+                let adapter =
+                    Writable::new(fs, stats, request_threads, options, gate, seen, sharing);
                 let session = takeover::session(adapter, connection, before, config)?;
                 let closing = Closing { union, outcome };
                 (Box::new(|| session.run()), Some(closing))
             }
         };
+        let shares = agreed.load(Ordering::Relaxed) & InitFlags::FUSE_PASSTHROUGH.bits() != 0;
         Ok(Session {
             fuse,
             mount: Arc::new(Mutex::new(mount)),
             union,
             agreed,
             gate,
+            slot: slot.filter(|_| shares),
         })
     }
 
@@ -186,6 +205,11 @@ impl Session {
             agreed: self.agreed.load(Ordering::Relaxed),
             ledger,
         }))
+    }
+
+    /// The slot of the image, if the mount shares files: the kernel may refuse that.
+    pub fn slot(&self) -> Option<u32> {
+        self.slot
     }
 
     /// The ledger of the upper, for a process that takes the mount over.
@@ -309,14 +333,14 @@ impl Content {
     fn writing(&self) -> Writing {
         match self {
             Content::Image(_) => Writing::Never,
-            Content::Union(_) => Writing::ToUpper,
+            Content::Union(_) | Content::Shared(..) => Writing::ToUpper,
         }
     }
 
     fn errors(&self) -> &Arc<ErrorLog> {
         match self {
             Content::Image(fs) => fs.errors(),
-            Content::Union(fs) => fs.errors(),
+            Content::Union(fs) | Content::Shared(fs, _) => fs.errors(),
         }
     }
 }
@@ -324,7 +348,7 @@ impl Content {
 /// The gate of a mount that another process may take over.
 fn gate(content: &Content) -> Gate {
     match content {
-        Content::Union(fs) => fs.ledger().map(|_| Arc::default()),
+        Content::Union(fs) | Content::Shared(fs, _) => fs.ledger().map(|_| Arc::default()),
         Content::Image(_) => None,
     }
 }
@@ -338,13 +362,4 @@ impl Unmounter {
     pub fn unmount(&self) -> Unmounted {
         (self.0)()
     }
-}
-
-/// The turns of the threads that answer requests, and fuser's settings for them.
-fn request_threads(threads: usize) -> (Arc<RequestThreads>, fuser::Config) {
-    let mut config = fuser::Config::default();
-    let threads = threads.max(1);
-    // One thread more than answer requests: see `RequestThreads`.
-    config.n_threads = Some(threads + 1);
-    (RequestThreads::new(threads), config)
 }

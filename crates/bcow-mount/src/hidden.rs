@@ -1,5 +1,6 @@
 //! FUSE mounts that are attached to no directory.
 
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use rustix::fs::{Mode, OFlags};
@@ -9,6 +10,7 @@ use rustix::mount::{
 };
 
 use crate::Error;
+use crate::ioctl;
 
 /// A detached FUSE mount. Only this process has a descriptor of it, so no other process can open
 /// its files by a path of its own. The kernel ends it when the descriptor is closed and no file of
@@ -64,6 +66,12 @@ impl HiddenMount {
             .map_err(Error::hidden("open the file"))
     }
 
+    /// Opens the file `name` in its root directory, only as a backing of other files.
+    pub fn open_backing(&self, name: &str) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        Ok(rustix::fs::openat(&self.mount, name, flags, Mode::empty())?)
+    }
+
     /// The descriptor of the mount.
     pub fn descriptor(&self) -> RawFd {
         self.mount.as_raw_fd()
@@ -74,4 +82,10 @@ impl AsFd for HiddenMount {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.mount.as_fd()
     }
+}
+
+/// Closes the backing file with this number, which the FUSE mount at the other end of `connection`
+/// has.
+pub fn close_backing(connection: BorrowedFd<'_>, number: u32) -> io::Result<()> {
+    Ok(ioctl::close_backing(connection, number)?)
 }

@@ -1,5 +1,5 @@
-//! The requests of the loop driver (linux/loop.h), those that grow a mounted file system, and
-//! `truncate(2)`. rustix has none of them, so this leaf of the workspace needs `unsafe`.
+//! The requests of the loop driver (linux/loop.h), those that grow a mounted file system, one of
+//! FUSE, and `truncate(2)`. rustix has none of them, so this leaf of the workspace needs `unsafe`.
 
 #![allow(unsafe_code)]
 
@@ -23,6 +23,9 @@ const XFS_GEOMETRY: Opcode = opcode::read::<XfsGeometry>(b'X', 100);
 const XFS_GROW: Opcode = opcode::write::<XfsGrowth>(b'X', 110);
 /// `BTRFS_IOC_RESIZE`.
 const BTRFS_RESIZE: Opcode = opcode::write::<BtrfsName>(0x94, 3);
+
+/// `FUSE_DEV_IOC_BACKING_CLOSE`, with the number of the backing file.
+const BACKING_CLOSE: Opcode = opcode::write::<u32>(229, 2);
 
 /// Flags of [`Config::flags`].
 pub(crate) const READ_ONLY: u32 = 1;
@@ -150,6 +153,12 @@ pub(crate) fn grow_btrfs(directory: impl AsFd) -> Result<()> {
     // SAFETY: The request reads a `struct btrfs_ioctl_vol_args`, whose layout `BtrfsName` has. The
     // name ends with a zero.
     unsafe { ioctl(directory, Setter::<BTRFS_RESIZE, BtrfsName>::new(name)) }
+}
+
+/// Closes the backing file `number` of the FUSE mount at the other end of `connection`.
+pub(crate) fn close_backing(connection: impl AsFd, number: u32) -> Result<()> {
+    // SAFETY: The request reads a number of 32 bits.
+    unsafe { ioctl(connection, Setter::<BACKING_CLOSE, u32>::new(number)) }
 }
 
 /// Sets the size of the file at `path`, without opening it.

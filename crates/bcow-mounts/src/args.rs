@@ -82,6 +82,12 @@ pub struct MountArgs {
     #[arg(conflicts_with_all = ["foreground", "cache_size", "cpus", "metrics", "log_file"])]
     #[arg(conflicts_with = "record")]
     pub pool: Option<PoolName>,
+    /// Share one page cache with the other mounts of the pool that show the same image, for the
+    /// files that a mount has not changed. A program that has such a file open keeps reading the
+    /// content of the image when another program changes the file. auto: on in a pool of root, with
+    /// the FUSE driver and --upper, on Linux 6.9 or later
+    #[arg(long, value_name = "WHEN", default_value = "auto")]
+    pub(crate) share: ShareChoice,
     /// Check the command line only
     #[arg(long, hide = true)]
     pub(crate) fake: bool,
@@ -103,6 +109,14 @@ pub enum DriverChoice {
     Auto,
     Fuse,
     Kernel,
+}
+
+/// Whether a mount shares files with other mounts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum ShareChoice {
+    Auto,
+    On,
+    Off,
 }
 
 /// What each read verifies.

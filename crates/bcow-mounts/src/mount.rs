@@ -9,6 +9,7 @@ pub mod fuse;
 pub mod host;
 pub mod kernel;
 pub mod pooled;
+mod share;
 mod upper;
 
 use std::path::{Path, PathBuf};
@@ -165,6 +166,7 @@ fn check(args: &MountArgs) -> Result<(Way, MountOptions), CommandError> {
     }
     bcow_fuse::refuse_root(args.directory()).map_err(|error| usage(&error))?;
     let way = driver::select(args)?;
+    share::check(args, &way)?;
     match way {
         Way::Fuse { .. } => settle(args, &mut options)?,
         // Before the upper is made.

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use bcow_fuse::Handover;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
+use bcow_fuse::shared::SharedHandover;
 
 use crate::link::{Link, Packet, Wait};
 
@@ -115,6 +116,31 @@ pub fn take(
     Ok(())
 }
 
+/// Sends the hidden mount of the files that mounts share.
+pub fn send_shared(link: &Link, shared: &SharedHandover) -> io::Result<()> {
+    let packet = Packet::Shared {
+        agreed: shared.agreed,
+        next_slot: shared.next_slot,
+    };
+    link.send(&packet, &[shared.connection.as_fd(), shared.hidden.as_fd()])
+}
+
+/// Takes in the descriptors of [`send_shared`].
+pub fn take_shared(
+    agreed: u64,
+    next_slot: u32,
+    descriptors: Vec<OwnedFd>,
+) -> io::Result<SharedHandover> {
+    let [connection, hidden] = <[OwnedFd; 2]>::try_from(descriptors)
+        .map_err(|_| io::Error::other("a descriptor is missing"))?;
+    Ok(SharedHandover {
+        connection,
+        hidden,
+        agreed,
+        next_slot,
+    })
+}
+
 /// What the supervisor gives to a new process.
 pub struct Given {
     /// The socket of the pool.
@@ -129,8 +155,12 @@ pub struct Given {
     pub supervisor: u32,
     /// The log file: an absolute path.
     pub log_file: Option<PathBuf>,
+    /// Whether the supervisor keeps the hidden mount of shared files for the next process.
+    pub keeps_shared: bool,
     /// The mounts of the previous process, by number.
     pub mounts: BTreeMap<u64, Kept>,
+    /// The hidden mount of the files that they share.
+    pub shared: Option<SharedHandover>,
 }
 
 impl Given {
@@ -138,6 +168,7 @@ impl Given {
     pub fn receive(link: &Link) -> io::Result<Self> {
         let mut given = None;
         let mut mounts = BTreeMap::new();
+        let mut shared = None;
         loop {
             let (packet, descriptors) = link
                 .receive(Wait::Yes)?
@@ -148,6 +179,7 @@ impl Given {
                     restarts,
                     supervisor,
                     log_file,
+                    keeps_shared,
                 } => {
                     let mut sockets = descriptors.into_iter();
                     let none = || io::Error::other("a descriptor is missing");
@@ -158,12 +190,21 @@ impl Given {
                         restarts,
                         supervisor,
                         log_file: log_file.map(OsString::from).map(PathBuf::from),
+                        keeps_shared,
                         mounts: BTreeMap::new(),
+                        shared: None,
                     });
+                }
+                Packet::Shared { agreed, next_slot } => {
+                    shared = Some(take_shared(agreed, next_slot, descriptors)?);
                 }
                 Packet::Begin => {
                     let given = given.ok_or_else(|| io::Error::other("the socket is missing"))?;
-                    return Ok(Given { mounts, ..given });
+                    return Ok(Given {
+                        mounts,
+                        shared,
+                        ..given
+                    });
                 }
                 packet => take(&mut mounts, packet, descriptors)?,
             }

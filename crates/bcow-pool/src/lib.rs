@@ -5,8 +5,9 @@
 //! command line. [`start::run`] makes a pool, and [`restart()`] replaces its process.
 //!
 //! A pool has two processes. The supervisor starts the process that serves the mounts, holds what
-//! the next process needs to take them over, and starts that process when the first has ended. Both
-//! are this program again, so it must call [`start::run`] for the arguments `pool start ...`.
+//! the next process needs to take them over, and starts that process when the first has ended. If
+//! mounts share files, the serving process starts a third one, the opener. All are this program
+//! again, so it must call [`start::run`] for the arguments `pool start ...`.
 //!
 //! ```
 //! use bcow_pool::protocol::{Request, decode_request, encode_request};
@@ -21,6 +22,7 @@ pub mod client;
 mod directory;
 mod given;
 mod link;
+mod opener;
 pub mod protocol;
 mod record;
 mod restart;

@@ -44,6 +44,9 @@ pub enum Packet {
         supervisor: u32,
         /// The log file: an absolute path.
         log_file: Option<Bytes>,
+        /// Whether the supervisor knows [`Packet::Shared`]: an earlier version does not.
+        #[serde(default)]
+        keeps_shared: bool,
     },
     /// To the supervisor: a mount to keep, with its connection to the kernel and its record. To the
     /// process: a mount to take over, with the same.
@@ -83,6 +86,24 @@ pub enum Packet {
     Release {
         /// The number of the mount.
         number: u64,
+    },
+    /// To the supervisor, before each new slot is used, and to the process: the hidden mount of the
+    /// files that mounts share, with its connection to the kernel and its descriptor.
+    Shared {
+        /// The flags of the FUSE protocol that are in use.
+        agreed: u64,
+        /// The slot of the next image.
+        next_slot: u32,
+    },
+    /// To an opener: open a file, with the descriptor of the hidden mount.
+    Open {
+        /// The name of the file.
+        name: String,
+    },
+    /// From an opener: the file, with its descriptor.
+    Opened {
+        /// The error number; 0 if there is a file.
+        errno: i32,
     },
     /// A packet of a later version.
     #[serde(other)]
@@ -125,6 +146,11 @@ impl Link {
         let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
         rustix::stdio::dup2_stdin(null.ok()?).ok()?;
         Some(link)
+    }
+
+    /// Another descriptor of the same end.
+    pub fn try_clone(&self) -> io::Result<Link> {
+        self.0.try_clone().map(Link)
     }
 
     pub fn send(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {

@@ -21,6 +21,8 @@ use crate::protocol::MAX_REQUEST_BYTES;
 const VERSION: u64 = 1;
 /// The version of the record of a mount with the kernel driver.
 const DISK_VERSION: u64 = 3;
+/// The version of the record of a mount that shares files.
+const SHARED_VERSION: u64 = 4;
 /// Most bytes of a record: it has the request of the client, and paths.
 const MAX_BYTES: u64 = 2 * MAX_REQUEST_BYTES as u64;
 
@@ -38,6 +40,9 @@ pub struct MountRecord {
     pub identity: String,
     /// The entry for `bcow ps`.
     pub service: Service,
+    /// The slot of the image, if the mount shares files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slot: Option<u32>,
     /// Only for a mount with the kernel driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<DiskRecord>,
@@ -70,7 +75,18 @@ impl MountRecord {
             agreed,
             identity,
             service,
+            slot: None,
             disk: None,
+        }
+    }
+
+    /// The record of the same mount, if it shares files.
+    pub fn with_slot(self, slot: Option<u32>) -> Self {
+        let version = slot.map_or(self.version, |_| SHARED_VERSION);
+        MountRecord {
+            version,
+            slot,
+            ..self
         }
     }
 
@@ -126,10 +142,10 @@ impl MountRecord {
         file.read_exact_at(&mut json, 0)?;
         let record: MountRecord = serde_json::from_slice(&json)?;
         match record.version {
-            VERSION | DISK_VERSION => Ok(record),
+            VERSION | DISK_VERSION | SHARED_VERSION => Ok(record),
             other => Err(io::Error::other(format!(
                 "the record has version {other}, and this program reads versions up to \
-                 {DISK_VERSION}"
+                 {SHARED_VERSION}"
             ))),
         }
     }
@@ -173,6 +189,15 @@ mod tests {
     }
 
     #[test]
+    fn the_record_of_a_mount_that_shares_files_has_its_slot() {
+        let stored = record().with_slot(Some(7)).store().unwrap();
+        let loaded = MountRecord::load(&stored).unwrap();
+        // A program that does not know such records must not serve the mount.
+        assert_eq!((loaded.version, loaded.slot), (4, Some(7)));
+        assert_eq!(record().with_slot(None), record());
+    }
+
+    #[test]
     fn the_record_of_a_disk_has_its_place() {
         let place = LoopMount {
             target: "/mnt".into(),
@@ -212,10 +237,10 @@ mod tests {
     #[test]
     fn records_of_later_versions_are_refused() {
         let later = MountRecord {
-            version: 4,
+            version: 5,
             ..record()
         };
         let error = MountRecord::load(&later.store().unwrap()).unwrap_err();
-        assert!(error.to_string().contains("version 4"), "{error}");
+        assert!(error.to_string().contains("version 5"), "{error}");
     }
 }

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io::{self, Write};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -18,6 +18,7 @@ use std::time::Duration;
 use bcow::BlockCache;
 use bcow_fuse::kernel::DiskStopper;
 use bcow_fuse::session::{Closer, Stopper, Unmounted, Unmounter};
+use bcow_fuse::shared::{Keeper, SharedFiles, SharedHandover};
 use bcow_fuse::signals::Signals;
 use bcow_fuse::{AnySession, MountStats};
 use bcow_images::error::{CommandError, Context};
@@ -32,8 +33,9 @@ use rustix::process::Pid;
 use serde::Serialize;
 
 use crate::asked::{Asked, OwnDirectory};
-use crate::given::Given;
+use crate::given::{Given, send_shared};
 use crate::link::{AGAIN, Link, Packet, Wait};
+use crate::opener::Opener;
 use crate::protocol::{self, Answer, Hello, MAX_REQUEST_BYTES, Message, Outcome, Request, View};
 use crate::record::MountRecord;
 use crate::stats::{Document, Memory, Mount, SCHEMA};
@@ -60,6 +62,8 @@ pub struct Pool {
     /// The process that starts this one again.
     supervisor: u32,
     cache: BlockCache,
+    /// The files that mounts share; `None` if the next process would not get them.
+    files: Option<Arc<SharedFiles>>,
     /// The socket to the supervisor.
     link: Link,
     has_supervisor: AtomicBool,
@@ -119,21 +123,32 @@ impl Pool {
         threads: Option<usize>,
         given: &Given,
         link: Link,
-    ) -> Self {
-        Pool {
+    ) -> io::Result<Self> {
+        let files = if given.keeps_shared {
+            let keeper = FilesKeeper {
+                link: link.try_clone()?,
+                opener: Opener::default(),
+            };
+            let threads = threads.unwrap_or_else(read_threads);
+            Some(SharedFiles::new(keeper, threads))
+        } else {
+            None
+        };
+        Ok(Pool {
             name,
             threads,
             since: given.since,
             restarts: given.restarts,
             supervisor: given.supervisor,
             cache: BlockCache::common(memory_bytes),
+            files,
             link,
             has_supervisor: AtomicBool::new(true),
             clients: AtomicUsize::new(0),
             lost: AtomicU64::new(0),
             state: Mutex::default(),
             changed: Condvar::new(),
-        }
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, PoolState> {
@@ -156,7 +171,8 @@ impl Pool {
             .mounts
             .values()
             .filter_map(|entry| entry.stats.upgrade());
-        stats.map(|stats| stats.requests()).sum()
+        let requests: u64 = stats.map(|stats| stats.requests()).sum();
+        requests + self.files.as_ref().map_or(0, |files| files.reads())
     }
 
     /// Ends the pool at SIGTERM and SIGINT, and at once at a second signal.
@@ -233,6 +249,7 @@ impl Pool {
         let pool = InPool {
             name: self.name.to_string(),
             threads: self.threads,
+            files: self.files.clone(),
         };
         Host {
             cache: self.cache.clone(),
@@ -474,6 +491,29 @@ impl Pool {
         }
         Ok(self.end("bcow pool stop"))
     }
+}
+
+/// Keeps the files that mounts share for the next process.
+struct FilesKeeper {
+    link: Link,
+    opener: Opener,
+}
+
+impl Keeper for FilesKeeper {
+    fn keep(&self, handover: &SharedHandover) {
+        // Without a supervisor there is no next process.
+        let _ = send_shared(&self.link, handover);
+    }
+
+    fn open(&self, hidden: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
+        self.opener.open(hidden, name)
+    }
+}
+
+/// The threads that answer reads of shared files, by default.
+fn read_threads() -> usize {
+    const MOST: usize = 16;
+    thread::available_parallelism().map_or(4, |cpus| cpus.get().clamp(4, MOST))
 }
 
 impl PoolState {

@@ -22,6 +22,7 @@ use crate::client::{self, PoolAtSocket};
 use crate::directory::Directory;
 use crate::given::Given;
 use crate::link::Link;
+use crate::opener;
 use crate::server::{Pool, log_failure};
 use crate::supervisor::{self, Supervisor};
 
@@ -57,7 +58,12 @@ pub struct StartArgs {
 /// Starts the pool; returns when it takes requests, or in the foreground when it has ended.
 pub fn run(args: &StartArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     if let Some(link) = Link::of_this_process() {
-        return serve(args, link).map(|()| exit::DONE);
+        return if opener::is_opener() {
+            let served = opener::serve(&link).context(|| "cannot open files".to_owned());
+            served.map(|()| exit::DONE)
+        } else {
+            serve(args, link).map(|()| exit::DONE)
+        };
     }
     let readiness = if args.foreground {
         None
@@ -146,17 +152,12 @@ fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), Command
     serve_writeback();
     remote::share_clients();
     let threads = args.threads.map(usize::from);
-    let pool = Arc::new(Pool::new(
-        args.name.clone(),
-        args.memory,
-        threads,
-        &given,
-        link,
-    ));
+    let pool = Pool::new(args.name.clone(), args.memory, threads, &given, link);
+    let pool = Arc::new(pool.context(cannot)?);
     pool.watch_rest();
     pool.unmount_at_signals(signals).context(cannot)?;
     pool.listen_to_supervisor().context(cannot)?;
-    pool.take_over(given.mounts);
+    pool.take_over(given.mounts, given.shared)?;
     pool.accept(given.listener).context(cannot)?;
     if let Some(socket) = given.metrics {
         let pool = Arc::clone(&pool);

@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use bcow_fuse::shared::SharedHandover;
 use bcow_fuse::signals::Ground;
 use bcow_images::error::{CommandError, Context};
 use bcow_images::running;
@@ -24,7 +25,7 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::given::{Kept, take};
+use crate::given::{Kept, send_shared, take, take_shared};
 use crate::link::{self, AGAIN, Link, Packet, Wait};
 
 /// A process that has run for less time than this has ended at once.
@@ -56,6 +57,8 @@ pub struct Supervisor<'a> {
     since: u64,
     restarts: u64,
     mounts: BTreeMap<u64, Kept>,
+    /// The hidden mount of the files that they share.
+    shared: Option<SharedHandover>,
     /// The signal that ends the pool. Each further process gets it too: the one before may have
     /// ended without having read it.
     ending: Option<String>,
@@ -110,6 +113,7 @@ impl<'a> Supervisor<'a> {
             since: running::now(),
             restarts: 0,
             mounts: BTreeMap::new(),
+            shared: None,
             ending: None,
         })
     }
@@ -219,6 +223,7 @@ impl<'a> Supervisor<'a> {
             restarts: self.restarts,
             supervisor: std::process::id(),
             log_file: log_file.map(|path| path.as_os_str().into()),
+            keeps_shared: true,
         };
         let metrics = self.settings.metrics.map(Metrics::as_fd);
         let sockets: Vec<_> = [Some(self.settings.listener.as_fd()), metrics]
@@ -228,6 +233,9 @@ impl<'a> Supervisor<'a> {
         link.send(&socket, &sockets)?;
         for (&number, kept) in &self.mounts {
             kept.send(link, number)?;
+        }
+        if let Some(shared) = &self.shared {
+            send_shared(link, shared)?;
         }
         link.send(&Packet::Begin, &[])?;
         if let Some(signal) = &self.ending {
@@ -258,11 +266,15 @@ impl<'a> Supervisor<'a> {
                         }
                     }
                     Ok(Some((Packet::End { signal }, _))) => self.ending = Some(signal),
+                    Ok(Some((Packet::Shared { agreed, next_slot }, descriptors))) => {
+                        match take_shared(agreed, next_slot, descriptors) {
+                            Ok(shared) => self.shared = Some(shared),
+                            Err(error) => cannot_hold(&error),
+                        }
+                    }
                     Ok(Some((packet, descriptors))) => {
                         if let Err(error) = take(&mut self.mounts, packet, descriptors) {
-                            let message =
-                                format!("the supervisor of a pool cannot hold a mount: {error}");
-                            log::log(Severity::Error, &message);
+                            cannot_hold(&error);
                         }
                     }
                     Ok(None) => is_open = false,
@@ -324,6 +336,11 @@ impl<'a> Supervisor<'a> {
             kept.unmount();
         }
     }
+}
+
+fn cannot_hold(error: &io::Error) {
+    let message = format!("the supervisor of a pool cannot hold a mount: {error}");
+    log::log(Severity::Error, &message);
 }
 
 /// Tells the process that a signal for the pool has arrived. If it has ended, its status says more.

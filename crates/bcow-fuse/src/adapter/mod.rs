@@ -1,7 +1,7 @@
 //! The adapters between the FUSE protocol and the file systems. They only decode and encode.
 //!
-//! [`readonly`] serves an image alone, [`writable`] an image with an upper. This module has their
-//! common parts.
+//! [`readonly`] serves an image alone, [`writable`] an image with an upper, [`disk`] a disk, and
+//! [`shared_files`] the files that mounts share. This module has their common parts.
 //!
 //! fuser answers the requests that an adapter does not implement with ENOSYS, and the kernel sends
 //! no more of their kind. So a close needs no request FLUSH: no data of a file waits for it. An
@@ -12,6 +12,8 @@ pub(crate) mod disk;
 mod privileges;
 pub(crate) mod readonly;
 mod reply;
+pub(crate) mod shared_files;
+pub(crate) mod sharing;
 pub(crate) mod writable;
 
 use std::ffi::OsStr;
@@ -90,8 +92,17 @@ impl<'a> Answering<'a> {
     }
 }
 
+/// Set in the second number of a node: see [`sharing`]. No node id has this bit.
+const ALIAS: u64 = 1 << 63;
+
+/// Whether a number is the second one of its node.
+fn is_alias(ino: INodeNo) -> bool {
+    ino.0 & ALIAS != 0
+}
+
+/// The node with this number.
 fn id(ino: INodeNo) -> NodeId {
-    NodeId(ino.0)
+    NodeId(ino.0 & !ALIAS)
 }
 
 /// Whether this is [`STATS_XATTR`] of the root directory.

@@ -32,7 +32,7 @@ use bcow_union::fs::{Attributes, Changes, UnionFs};
 use fuser::{FileAttr, Request};
 use rustix::io::Errno;
 
-use super::FOREVER;
+use super::{FOREVER, is_alias};
 use crate::owners::Owners;
 
 /// Number of the capability to act as the owner of every file (linux/capability.h).
@@ -44,14 +44,12 @@ const SET_UID: u16 = 0o4000;
 const SET_GID: u16 = 0o2000;
 const GROUP_EXECUTES: u16 = 0o0010;
 
-/// How long the kernel may cache these attributes.
+/// How long the kernel may cache these attributes. Those of an alias have its number as the inode
+/// number, so the kernel must ask again before a program sees them.
 pub(super) fn validity(attributes: &FileAttr) -> Duration {
     let is_set_id = attributes.perm & (SET_UID | SET_GID) != 0;
-    if attributes.kind != fuser::FileType::Directory && is_set_id {
-        Duration::ZERO
-    } else {
-        FOREVER
-    }
+    let has_mode = attributes.kind != fuser::FileType::Directory && is_set_id;
+    if has_mode || is_alias(attributes.ino) { Duration::ZERO } else { FOREVER }
 }
 
 /// Adds permissions without set-id bits to `changes`, if a SETATTR with these changes must clear

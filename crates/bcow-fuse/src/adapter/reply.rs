@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
 
 use bcow_union::Seek;
 use bcow_union::fs::DirectoryEntry;
@@ -50,8 +51,17 @@ pub(super) fn written(result: Result<u32, Errno>, reply: ReplyWrite) {
 }
 
 pub(super) fn attributes(result: Result<FileAttr, Errno>, reply: ReplyAttr) {
+    attributes_within(result, FOREVER, reply);
+}
+
+/// Replies with attributes that the kernel may cache for `longest` at most.
+pub(super) fn attributes_within(
+    result: Result<FileAttr, Errno>,
+    longest: Duration,
+    reply: ReplyAttr,
+) {
     match result {
-        Ok(attributes) => reply.attr(&validity(&attributes), &attributes),
+        Ok(attributes) => reply.attr(&validity(&attributes).min(longest), &attributes),
         Err(errno) => reply.error(to_fuser(errno)),
     }
 }

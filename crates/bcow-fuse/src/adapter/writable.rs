@@ -1,11 +1,12 @@
 //! The adapter of an image with an upper.
 //!
-//! Files need no open request (FUSE_NO_OPEN_SUPPORT): each request names its node, and bcow keeps
-//! no state per open file. The kernel itself handles locks and checks permissions
-//! (`default_permissions`).
+//! Files need no open request (FUSE_NO_OPEN_SUPPORT), unless the mount shares files: each request
+//! names its node, and bcow keeps no state per open file. The kernel itself handles locks and
+//! checks permissions (`default_permissions`).
 
 use std::ffi::OsStr;
 use std::io;
+use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -28,7 +29,8 @@ use super::convert::{
     set_how, without_trusted,
 };
 use super::privileges::{drop_set_gid, drop_set_id, drop_set_id_of_content, validity};
-use super::{Answering, GENERATION, damaged, id, is_stats, negotiate, reply};
+use super::sharing::{self, Cached, Opening, Sharing};
+use super::{Answering, FOREVER, GENERATION, damaged, id, is_alias, is_stats, negotiate, reply};
 use crate::buffers;
 use crate::options::{MountOptions, WriteCache};
 use crate::owners::Owners;
@@ -61,6 +63,8 @@ pub(crate) struct Writable {
     opens_unasked: bool,
     /// Whether the kernel leaves the clearing of set-id bits to bcow.
     drops_set_id: bool,
+    /// Only for a mount that shares files.
+    sharing: Option<Sharing>,
     gate: Gate,
     /// The flags of the protocol that are in use, for a process that takes the mount over.
     agreed: Arc<AtomicU64>,
@@ -81,6 +85,7 @@ impl Writable {
         options: &MountOptions,
         gate: Gate,
         agreed: Arc<AtomicU64>,
+        sharing: Option<Sharing>,
     ) -> Self {
         Writable {
             fs,
@@ -90,6 +95,7 @@ impl Writable {
             owners: options.owners().clone(),
             opens_unasked: false,
             drops_set_id: false,
+            sharing,
             gate,
             agreed,
         }
@@ -111,6 +117,38 @@ impl Writable {
 
     fn shown(&self, attributes: Attributes) -> FileAttr {
         encoded(self.owners.shown(attributes))
+    }
+
+    /// The attributes for an entry. Their number is the one by which the kernel is to know the
+    /// node.
+    fn entry(&self, attributes: Attributes) -> FileAttr {
+        let shown = self.shown(attributes);
+        match self.sharing {
+            Some(_) => Sharing::entry(&self.fs, shown),
+            None => shown,
+        }
+    }
+
+    /// Replies to a request by the number `ino`.
+    fn reply_attributes(&self, ino: INodeNo, set: Result<Attributes, Errno>, reply: ReplyAttr) {
+        let shown = set.map(|found| self.shown(found));
+        let longest = match (&self.sharing, &shown) {
+            (Some(_), Ok(shown)) => Sharing::longest_validity(&self.fs, ino, shown),
+            _ => FOREVER,
+        };
+        reply::attributes_within(shown, longest, reply);
+    }
+
+    /// A node is changed by the number `ino`.
+    fn changed(&self, ino: INodeNo, what: Cached) {
+        if let Some(sharing) = &self.sharing {
+            sharing.changed(&self.fs, ino, what);
+        }
+    }
+
+    /// Whether programs that have opened this number read the image, although the file has changed.
+    fn is_outdated(&self, ino: INodeNo) -> bool {
+        self.sharing.is_some() && Sharing::is_outdated(&self.fs, ino)
     }
 
     /// Before a FALLOCATE or COPY_FILE_RANGE.
@@ -185,7 +223,19 @@ impl fuser::Filesystem for Writable {
         if self.write_cache == WriteCache::Back {
             wanted |= InitFlags::FUSE_WRITEBACK_CACHE;
         }
+        if self.sharing.is_some() {
+            wanted |= InitFlags::FUSE_PASSTHROUGH;
+        }
         let offered = negotiate(config, wanted);
+        // The hidden mount is on no other file system. The kernel allows a depth of two, so
+        // overlayfs can still use this mount.
+        let has_depth = config.set_max_stack_depth(1).is_ok();
+        match &self.sharing {
+            Some(sharing) if has_depth && offered.contains(InitFlags::FUSE_PASSTHROUGH) => {
+                sharing.begin(&self.fs);
+            }
+            _ => self.sharing = None,
+        }
         self.agreed.store(offered.bits(), Ordering::Relaxed);
         self.opens_unasked = offered.contains(InitFlags::FUSE_NO_OPEN_SUPPORT);
         self.drops_set_id = offered.contains(InitFlags::FUSE_HANDLE_KILLPRIV_V2);
@@ -199,7 +249,7 @@ impl fuser::Filesystem for Writable {
     fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _running = self.begin(request, Operation::Lookup, id(parent));
         let found = self.fs.lookup(id(parent), name.as_bytes());
-        let shown = found.map(|found| found.map(|found| self.shown(found)));
+        let shown = found.map(|found| found.map(|found| self.entry(found)));
         reply::found(shown, reply);
     }
 
@@ -207,6 +257,9 @@ impl fuser::Filesystem for Writable {
         // A batch of forgets is one request, and each can free a large file.
         let _turn = self.request_threads.begin(Kind::BriefInBatch);
         self.fs.forget(id(ino), count);
+        if let Some(sharing) = &self.sharing {
+            sharing.forgotten(&self.fs, id(ino));
+        }
     }
 
     fn getattr(
@@ -217,10 +270,7 @@ impl fuser::Filesystem for Writable {
         reply: ReplyAttr,
     ) {
         let _running = self.begin(request, Operation::Stat, id(ino));
-        reply::attributes(
-            self.fs.attributes(id(ino)).map(|found| self.shown(found)),
-            reply,
-        );
+        self.reply_attributes(ino, self.fs.attributes(id(ino)), reply);
     }
 
     fn setattr(
@@ -257,13 +307,17 @@ impl fuser::Filesystem for Writable {
             mtime: mtime.map(decoded_time),
             drop_privileges: false,
         };
+        let what = if size.is_some() { Cached::Content } else { Cached::Attributes };
+        // Dirty pages must not be written after a truncation.
+        self.changed(ino, what);
         let ready = if self.drops_set_id {
             drop_set_id(&self.fs, &self.owners, request, node, &mut changes)
         } else {
             Ok(())
         };
         let set = ready.and_then(|()| self.fs.with_room(|fs| fs.set_attributes(node, &changes)));
-        reply::attributes(set.map(|found| self.shown(found)), reply);
+        self.changed(ino, what);
+        self.reply_attributes(ino, set, reply);
     }
 
     fn readlink(&self, request: &Request, ino: INodeNo, reply: ReplyData) {
@@ -373,11 +427,20 @@ impl fuser::Filesystem for Writable {
         let linked = self
             .fs
             .with_room(|fs| fs.link_requested(request, id(ino), parent, new_name.as_bytes()));
-        reply::entry(linked.map(|found| self.shown(found)), reply);
+        reply::entry(linked.map(|found| self.entry(found)), reply);
     }
 
-    fn open(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        reply::opened(self.opens_unasked, FopenFlags::FOPEN_KEEP_CACHE, reply);
+    fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let Some(sharing) = &self.sharing else {
+            return reply::opened(self.opens_unasked, FopenFlags::FOPEN_KEEP_CACHE, reply);
+        };
+        let _running = self.begin(request, Operation::Open, id(ino));
+        match sharing.open(&self.fs, ino, flags) {
+            Ok(Opening::Ordinary) => reply::opened(false, FopenFlags::FOPEN_KEEP_CACHE, reply),
+            Ok(Opening::Shared(number)) => sharing::opened(number, reply),
+            Ok(Opening::Again) => reply.error(fuser::Errno::ESTALE),
+            Err(errno) => reply.error(reply::to_fuser(errno)),
+        }
     }
 
     fn read(
@@ -461,15 +524,27 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.begin(request, Operation::ReadDirectory, id(ino));
         reply::listing_plus(reply, |each| {
+            let (mut is_first, mut alone) = (true, None);
             let mut each = |entry: EntryPlus<'_>| {
                 let attributes = match entry.attributes {
-                    Ok(attributes) => self.shown(attributes),
+                    Ok(attributes) => self.entry(attributes),
                     Err(node) => damaged(INodeNo(node.0), entry.kind),
                 };
+                if is_alias(attributes.ino) {
+                    // The next request begins with this name.
+                    alone = is_first.then(|| sharing::without_attributes(&entry, &attributes));
+                    return ControlFlow::Break(());
+                }
+                is_first = false;
                 each(entry.name, entry.next_cookie, &attributes)
             };
             let (ino, handle) = (id(ino), handle.0);
-            self.fs.read_directory_plus(ino, handle, cookie, &mut each)
+            self.fs
+                .read_directory_plus(ino, handle, cookie, &mut each)?;
+            if let (Some(sharing), Some(name)) = (&self.sharing, alone) {
+                sharing.list_alone(request, &name);
+            }
+            Ok(())
         });
     }
 
@@ -545,6 +620,7 @@ impl fuser::Filesystem for Writable {
                 b"system.posix_acl_access" => drop_set_gid(&self.fs, &self.owners, request, node),
                 _ => Ok(()),
             });
+        self.changed(ino, Cached::Attributes);
         reply::empty(set, reply);
     }
 
@@ -591,6 +667,7 @@ impl fuser::Filesystem for Writable {
             let removed = fs.remove_xattr(node, name.as_bytes());
             request_id(request).removed(removed, Errno::NODATA)
         });
+        self.changed(ino, Cached::Attributes);
         reply::empty(removed, reply);
     }
 
@@ -661,7 +738,11 @@ impl fuser::Filesystem for Writable {
             return reply.error(fuser::Errno::ENOSYS);
         }
         reply::seek(offset, whence, reply, |offset, seek| {
-            self.fs.seek(id(ino), offset, seek)
+            if self.is_outdated(ino) {
+                self.fs.seek_in_image(id(ino), offset, seek)
+            } else {
+                self.fs.seek(id(ino), offset, seek)
+            }
         });
     }
 
@@ -681,6 +762,10 @@ impl fuser::Filesystem for Writable {
         let _running = self.begin(request, Operation::CopyRange, id(to));
         if !flags.is_empty() {
             return reply.error(fuser::Errno::EINVAL);
+        }
+        if self.is_outdated(from) {
+            // The kernel copies what the program reads.
+            return reply.error(fuser::Errno::EXDEV);
         }
         let length = length.min(COPY_BYTES);
         let copied = self.drop_set_id_of_content(request, id(to)).and_then(|()| {

@@ -49,6 +49,10 @@ pub struct Document {
     /// from versions without pools.
     #[serde(default)]
     pub pool: Option<String>,
+    /// Whether the mount shares files with other mounts of the process; `None` with the kernel
+    /// driver, and from versions without.
+    #[serde(default)]
+    pub share: Option<FileSharing>,
     /// The trace that the process writes when the mount has ended; `None` without one.
     #[serde(default)]
     pub trace: Option<String>,
@@ -57,6 +61,15 @@ pub struct Document {
     pub errors: Errors,
     /// Figures of the requests, for each kind that occurred.
     pub operations: Vec<OperationFigures>,
+}
+
+/// Whether a mount shares the files that it has not changed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileSharing {
+    /// Whether it does.
+    pub on: bool,
+    /// Why not; `None` if it does.
+    pub reason: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -29,6 +29,8 @@ pub(crate) enum Operation {
     Rename,
     /// Create a hard link.
     Link,
+    /// Open a file.
+    Open,
     /// Read a file.
     Read,
     /// Write a file.
@@ -55,7 +57,7 @@ pub(crate) enum Operation {
 /// Each kind, in the order of the numbers, with its name in reports and the action for error
 /// messages, to follow "cannot".
 #[rustfmt::skip]
-const OPERATIONS: [(Operation, &str, &str); 23] = [
+const OPERATIONS: [(Operation, &str, &str); 24] = [
     (Operation::Lookup, "lookup", "look up a name"),
     (Operation::Stat, "stat", "read its attributes"),
     (Operation::SetAttributes, "setattr", "change its attributes or size"),
@@ -68,6 +70,7 @@ const OPERATIONS: [(Operation, &str, &str); 23] = [
     (Operation::RemoveDirectory, "rmdir", "remove a directory from it"),
     (Operation::Rename, "rename", "rename an entry of it"),
     (Operation::Link, "link", "give it another name"),
+    (Operation::Open, "open", "open it"),
     (Operation::Read, "read", "read"),
     (Operation::Write, "write", "write"),
     (Operation::Sync, "fsync", "flush it"),

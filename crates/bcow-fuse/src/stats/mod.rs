@@ -21,7 +21,7 @@ use rustix::io::Errno;
 
 use crate::disk::Barriers;
 
-pub use document::{Document, ServedBy};
+pub use document::{Document, FileSharing, ServedBy};
 pub(crate) use latency::Operation;
 pub use prometheus::text_of_pool;
 
@@ -84,6 +84,7 @@ pub struct MountStats {
     union: OnceLock<Writable>,
     disk: OnceLock<DiskUse>,
     mounted: OnceLock<Mounted>,
+    sharing: OnceLock<FileSharing>,
 }
 
 /// Known once the image is mounted.
@@ -131,6 +132,7 @@ impl MountStats {
             union: OnceLock::new(),
             disk: OnceLock::new(),
             mounted: OnceLock::new(),
+            sharing: OnceLock::new(),
         }
     }
 
@@ -139,6 +141,12 @@ impl MountStats {
     pub(crate) fn set_union(&self, union: Arc<UnionFs>, outcome: RawFd) {
         // Called once per mount.
         let _ = self.union.set(Writable { union, outcome });
+    }
+
+    /// Records whether the mount shares files with other mounts.
+    pub fn set_sharing(&self, sharing: FileSharing) {
+        // Called once per mount.
+        let _ = self.sharing.set(sharing);
     }
 
     /// Records the disk of a mount with the kernel driver.
@@ -224,6 +232,7 @@ impl MountStats {
             disk: self.disk.get().map(DiskFigures::of),
             remote: self.about.remote.as_ref().map(|report| report.0()),
             driver: self.about.driver.clone(),
+            share: self.sharing.get().cloned(),
             pool: self.about.pool.clone(),
             trace: self
                 .about

@@ -7,6 +7,7 @@ use bcow_erofs::reader::Filesystem;
 use bcow_fuse::lower::{OverlayLower, OverlayXattrs};
 use bcow_fuse::options::Access;
 use bcow_fuse::session::Content;
+use bcow_fuse::shared::ImageKey;
 use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{AnySession, Handover, ImageFs, MountOptions, MountStats, Session};
 use bcow_images::error::{CommandError, Context};
@@ -16,7 +17,7 @@ use bcow_images::running::{self, Service};
 
 use super::ahead::{self, Fetching};
 use super::host::{Host, UpperUse};
-use super::{owners, refuse_mounted, upper};
+use super::{owners, refuse_mounted, share, upper};
 use crate::args::MountArgs;
 use crate::error::failure;
 use bcow_images::image::Messages;
@@ -91,6 +92,8 @@ pub struct Opened {
     threads: usize,
     /// The owner of files that the upper cannot store without privilege.
     owner_is_needed: Option<u32>,
+    /// Why the mount does not share files.
+    why_not_shared: Option<String>,
     fetching: Option<Fetching>,
     recording: Option<Recording>,
 }
@@ -104,7 +107,8 @@ pub fn open(
     upper_use: UpperUse<'_>,
     ui: &dyn Messages,
 ) -> Result<Opened, CommandError> {
-    let image = args.open_image(&args.open_options(&host.cache))?;
+    let open_options = args.open_options(&host.cache);
+    let image = args.open_image(&open_options)?;
     let fetching = ahead::start(args, &image);
     let identity = image.identity();
     let record = |path| Recording::start(image.image().clone(), identity, path);
@@ -125,17 +129,20 @@ pub fn open(
     let mut owner_is_needed = None;
     let tree = Arc::new(tree);
     let union = upper::open(args, &image, &tree, host, upper_use, ui)?;
-    let content = match union {
+    let (content, why_not_shared) = match union {
         None => {
             let fs = ImageFs::new(Arc::clone(&tree));
-            Content::from(match options.overlay_lower() {
+            let content = Content::from(match options.overlay_lower() {
                 None => fs,
                 Some(xattrs) => fs.as_overlay_lower(overlay_lower(&image, &tree, xattrs)?),
-            })
+            });
+            (content, Some(share::NO_UPPER.to_owned()))
         }
         Some(union) => {
             owner_is_needed = upper::owner_who_is_needed(&union);
-            Content::from(union)
+            let verify = open_options.verify;
+            let key = ImageKey { identity, verify };
+            share::content(args, &options, host, key, union, upper_use.slot())?
         }
     };
     let threads = host.threads(args, args.upper.path().is_some());
@@ -146,6 +153,7 @@ pub fn open(
         identity,
         threads,
         owner_is_needed,
+        why_not_shared,
         fetching,
         recording,
     })
@@ -185,6 +193,7 @@ impl Opened {
             self.threads,
         )
         .map_err(|error| failure(&error))?;
+        share::settle(args, &session, &self.stats, self.why_not_shared)?;
         let (mountpoint, device) = session.place();
         let service = Service {
             owners: owners(&self.options),
@@ -222,12 +231,19 @@ impl Opened {
 
     /// Takes over a mount of this content from a process that has ended. Sends no request to the
     /// mount, which this process does not serve yet.
-    pub fn take_over(self, handover: Handover, service: Service) -> Result<Mounted, CommandError> {
+    pub fn take_over(
+        self,
+        args: &MountArgs,
+        handover: Handover,
+        service: Service,
+    ) -> Result<Mounted, CommandError> {
         let stats = Arc::clone(&self.stats);
         let (content, options) = (self.content, &self.options);
         let session = Session::take_over(content, stats, handover, options, self.threads);
+        let session = session.map_err(|error| failure(&error))?;
+        share::settle(args, &session, &self.stats, self.why_not_shared)?;
         Ok(Mounted {
-            session: AnySession::Fuse(session.map_err(|error| failure(&error))?),
+            session: AnySession::Fuse(session),
             stats: self.stats,
             service,
             identity: self.identity,

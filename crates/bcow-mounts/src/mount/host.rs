@@ -1,8 +1,10 @@
 //! The process in which a mount is made: one of its own, or that of a pool.
 
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 use bcow::BlockCache;
+use bcow_fuse::shared::SharedFiles;
 use bcow_fuse::signals::Signals;
 use bcow_images::error::CommandError;
 use bcow_union::UpperError;
@@ -32,6 +34,8 @@ pub struct InPool {
     pub name: String,
     /// Threads that answer the requests of one mount.
     pub threads: Option<usize>,
+    /// The files that the mounts of the pool share; `None` if its supervisor cannot keep them.
+    pub files: Option<Arc<SharedFiles>>,
 }
 
 impl Host<'_> {
@@ -70,13 +74,38 @@ impl Host<'_> {
     }
 }
 
+/// The slot of an image among the files that the mounts of a pool share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TakenSlot {
+    /// The mount is new, and can get one.
+    New,
+    /// The mount is taken over, and had this one.
+    Of(u32),
+    /// The mount is taken over, and had none: the kernel opens its files in the ordinary way.
+    None,
+}
+
+impl UpperUse<'_> {
+    /// The slot of the image.
+    pub(super) fn slot(self) -> TakenSlot {
+        match self {
+            UpperUse::TakeOver { slot, .. } => slot.map_or(TakenSlot::None, TakenSlot::Of),
+            UpperUse::New | UpperUse::None => TakenSlot::New,
+        }
+    }
+}
+
 /// What to do with the upper of a mount.
 #[derive(Debug, Clone, Copy)]
 pub enum UpperUse<'a> {
     /// Open it for a new mount.
     New,
     /// Take it over from a process that has ended, with the ledger of that process.
-    TakeOver(BorrowedFd<'a>),
+    TakeOver {
+        ledger: BorrowedFd<'a>,
+        /// The slot of the image, if the mount shares files.
+        slot: Option<u32>,
+    },
     /// Leave it alone: this process, or another one, uses it.
     None,
 }

@@ -30,7 +30,7 @@ pub fn open(
 ) -> Result<Option<Arc<UnionFs>>, CommandError> {
     let ledger = match upper_use {
         UpperUse::New => None,
-        UpperUse::TakeOver(ledger) => Some(ledger),
+        UpperUse::TakeOver { ledger, .. } => Some(ledger),
         UpperUse::None => return Ok(None),
     };
     let Some(path) = args.upper.path() else {

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use bcow::format::hex;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
+use bcow_fuse::shared::SharedHandover;
 use bcow_fuse::{AnySession, Handover, Session};
 use bcow_images::error::{CommandError, Context};
 use bcow_mounts::mount::fuse::{Mounted, Opened};
@@ -48,7 +49,8 @@ impl Pool {
                     return Ok(None);
                 };
                 let target = handover.target.into();
-                let record = MountRecord::new(asked, target, handover.agreed, identity, service);
+                let record = MountRecord::new(asked, target, handover.agreed, identity, service)
+                    .with_slot(session.slot());
                 let kept = Kept {
                     disk: None,
                     connection: handover.connection,
@@ -87,9 +89,18 @@ impl Pool {
         self.notify_supervisor(&Packet::Release { number }, &[]);
     }
 
-    /// Takes over the mounts of the previous process. Mounts whose image cannot be opened again are
-    /// unmounted.
-    pub fn take_over(self: &Arc<Self>, mounts: BTreeMap<u64, Kept>) {
+    /// Takes over the mounts of the previous process, and the hidden mount of the files that they
+    /// share. Mounts whose image cannot be opened again are unmounted. Fails if the hidden mount
+    /// cannot be taken over: another process may be able to.
+    pub fn take_over(
+        self: &Arc<Self>,
+        mounts: BTreeMap<u64, Kept>,
+        shared: Option<SharedHandover>,
+    ) -> Result<(), CommandError> {
+        if let (Some(files), Some(shared)) = (&self.files, shared) {
+            let taken_over = files.take_over(shared);
+            taken_over.map_err(|error| failure(&error))?;
+        }
         self.state().next = mounts.last_key_value().map_or(0, |(number, _)| number + 1);
         side_by_side(mounts.into_iter(), |(number, kept)| {
             if let Err(error) = self.take_over_one(number, kept) {
@@ -98,6 +109,10 @@ impl Pool {
                 self.release(number);
             }
         });
+        if let Some(files) = &self.files {
+            files.end_takeover();
+        }
+        Ok(())
     }
 
     fn take_over_one(self: &Arc<Self>, number: u64, kept: Kept) -> Result<(), CommandError> {
@@ -136,7 +151,10 @@ impl Pool {
             handover.agreed = record.agreed;
             let mount = MountInProgress::of_taken_over(self);
             let upper_use = match (&record.service.upper, &ledger) {
-                (Some(_), Some(ledger)) => UpperUse::TakeOver(ledger.as_fd()),
+                (Some(_), Some(ledger)) => UpperUse::TakeOver {
+                    ledger: ledger.as_fd(),
+                    slot: record.slot,
+                },
                 (Some(upper), None) => {
                     return Err(CommandError::new(format!(
                         "the ledger of its upper {upper} is missing"
@@ -151,7 +169,7 @@ impl Pool {
         match opened {
             Ok((mount, opened, record)) => {
                 let mounted = opened
-                    .take_over(handover, record.service.clone())
+                    .take_over(&record.asked.args()?, handover, record.service.clone())
                     .map_err(|error| self.not_taken_over(&place, &error))?;
                 let session = mounted.session.fuse();
                 let ledger = session.map_or(Ok(None), Session::ledger);

@@ -32,6 +32,7 @@ mod report;
 mod resent;
 mod restore;
 mod room;
+mod sharing;
 mod sync;
 #[cfg(test)]
 mod takeover_tests;
@@ -55,6 +56,7 @@ use rustix::io::Errno;
 pub use crate::upper::XattrMode;
 pub use report::Report;
 pub use resent::{New, RequestId};
+pub use sharing::{ImageContent, SHARED_BYTES};
 pub use types::{
     Allocate, Attributes, Caller, Changes, DirectoryEntry, EntryPlus, Figures, Privileges,
     RenameMode, SetTime, SyncScope, encode_device,
@@ -120,6 +122,11 @@ pub struct UnionFs {
     unrecorded: Mutex<Vec<Arc<Node>>>,
     /// What the process before had executed and may not have answered.
     executed: resent::Executed,
+    /// Files that the kernel reads instead of nodes. The lock is held while one is made, and
+    /// acquired before those of the table and of the ledger.
+    backings: Mutex<sharing::Backings>,
+    /// The lock is held only to add or to take nodes.
+    awaited_opens: Mutex<sharing::AwaitedOpens>,
 }
 
 impl UnionFs {
@@ -212,6 +219,8 @@ impl UnionFs {
             ledger,
             unrecorded: Mutex::default(),
             executed: resent::Executed::default(),
+            backings: Mutex::default(),
+            awaited_opens: Mutex::default(),
         });
         union
             .complete_root()
@@ -274,6 +283,8 @@ impl UnionFs {
             self.measure_if_open(&node);
             return self.table.drop_node(node);
         }
+        // No lookup finds it any more, and its space is to be freed.
+        self.end_awaited_open(id);
         self.pending_frees.forgotten(|| {
             self.drop_orphan(&node);
             // A background thread may hold the node for a moment longer.

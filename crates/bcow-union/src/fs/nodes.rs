@@ -104,6 +104,10 @@ pub(super) struct Node {
     pub(super) sync_failed: OnceLock<Errno>,
     /// Whether the node is in the queue of the background thread.
     pub(super) is_queued: AtomicBool,
+    /// Whether a program has opened the file for writing, in a mount that shares files.
+    pub(super) was_opened_for_writing: AtomicBool,
+    /// Whether the file is large enough in the image to be shared, once that was looked up.
+    pub(super) is_large: OnceLock<bool>,
     /// Cached target of this symbolic link, so that the host's access time of the link does not
     /// change with each read.
     pub(super) target: OnceLock<Box<[u8]>>,
@@ -284,6 +288,8 @@ impl Node {
             is_removed: AtomicBool::new(false),
             sync_failed: OnceLock::new(),
             is_queued: AtomicBool::new(false),
+            was_opened_for_writing: AtomicBool::new(false),
+            is_large: OnceLock::new(),
             target: OnceLock::new(),
             entry: OnceLock::new(),
             has_orphan: AtomicBool::new(false),
@@ -328,9 +334,11 @@ impl Node {
             let (host_inode, in_batch) = upper.unwrap_or_default();
             let flag = |flag, is_set| if is_set { flag } else { Flags::NONE };
             let is_removed = self.is_removed.load(Ordering::Acquire);
+            let is_opened = self.was_opened_for_writing.load(Ordering::Acquire);
             let flags = flag(Flags::IN_BATCH, in_batch)
                 | flag(Flags::REMOVED, is_removed)
-                | flag(Flags::SYNC_FAILED, self.sync_failed.get().is_some());
+                | flag(Flags::SYNC_FAILED, self.sync_failed.get().is_some())
+                | flag(Flags::OPENED_FOR_WRITING, is_opened);
             let (parent, name) = recorded(&self.place.read());
             let record = NodeRecord {
                 id: self.id.0,

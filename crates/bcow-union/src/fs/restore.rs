@@ -103,6 +103,7 @@ impl UnionFs {
                 self.table.drop_node(node);
             }
         }
+        self.restore_backings(inherited.backings);
         self.limit_descriptors();
         let executed = Executed::new(inherited.exchanges, moved);
         match Arc::get_mut(self) {
@@ -204,6 +205,9 @@ impl Restoring<'_> {
         if record.flags.contains(Flags::SYNC_FAILED) {
             let _ = node.sync_failed.set(Errno::IO);
         }
+        let was_opened = record.flags.contains(Flags::OPENED_FOR_WRITING);
+        node.was_opened_for_writing
+            .store(was_opened, Ordering::Release);
         let node = union.table.get_or_insert(id, || node);
         let is_removed =
             record.flags.contains(Flags::REMOVED) || !has_place && self.has_no_name(&node, links);
@@ -220,6 +224,10 @@ impl Restoring<'_> {
                 }
             }
             references => union.table.hold(&node, references),
+        }
+        // The open may not have come yet.
+        if was_opened && !is_removed {
+            union.await_open(Arc::clone(&node));
         }
         if node.read_state().is_in_batch() {
             union.batch.lock().push(Arc::clone(&node));

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::resent::{New, RequestId};
 use super::tests::{BIG, BLOCK, Fixture, ROOT, plain, sized};
-use super::{Attributes, RenameMode, SyncScope, XattrMode};
+use super::{Attributes, ImageContent, RenameMode, SHARED_BYTES, SyncScope, XattrMode};
 use crate::node::NodeId;
 use crate::options::{SyncPolicy, UnionOptions};
 
@@ -101,6 +101,71 @@ fn nodes_stay_valid_with_their_references() {
     fixture.fs().forget(new, 1);
     fixture.fs().table.purge();
     assert_eq!(fixture.fs().attributes(new).unwrap_err(), Errno::STALE);
+}
+
+#[test]
+fn files_are_shared_until_they_are_opened_for_writing_or_changed() {
+    let Some(mut fixture) = open() else { return };
+    let big = fixture.get("big").node;
+    let content = |fixture: &Fixture, path| {
+        let node = fixture.get(path).node;
+        fixture.fs().image_content(node).unwrap()
+    };
+    let is_unchanged =
+        |fixture: &Fixture| matches!(content(fixture, "big"), ImageContent::Unchanged(_));
+    assert!(BIG as u64 > SHARED_BYTES);
+    assert!(is_unchanged(&fixture));
+    // A change of attributes is no change of the content.
+    let fs = fixture.fs();
+    fs.set_xattr(big, b"user.a", b"1", XattrMode::Any).unwrap();
+    assert!(is_unchanged(&fixture));
+    assert_eq!(content(&fixture, "a"), ImageContent::Never, "it is small");
+    assert_eq!(content(&fixture, "many"), ImageContent::Never);
+    fixture.take_over();
+    assert!(is_unchanged(&fixture));
+    fixture.fs().open_for_writing(big).unwrap();
+    assert!(!is_unchanged(&fixture));
+    fixture.take_over();
+    assert!(!is_unchanged(&fixture));
+    // The kernel has forgotten all descriptors, and the open has not come yet.
+    fixture.fs().forget(big, 1 + 2 + 1 + 1 + 1);
+    assert!(!is_unchanged(&fixture));
+    fixture.fs().forget(big, 1);
+    fixture.take_over();
+    assert!(!is_unchanged(&fixture));
+    fixture.fs().end_awaited_open(big);
+    assert!(!is_unchanged(&fixture));
+    fixture.fs().forget(big, 2);
+    fixture.fs().table.purge();
+    assert!(is_unchanged(&fixture));
+    fixture.write(big, 0, b"written");
+    assert_eq!(content(&fixture, "big"), ImageContent::Changed);
+    fixture.take_over();
+    assert_eq!(content(&fixture, "big"), ImageContent::Changed);
+}
+
+#[test]
+fn backings_stay_as_long_as_the_kernel_holds_their_nodes() {
+    let Some(mut fixture) = open() else { return };
+    let (big, other) = (fixture.get("big").node, fixture.get("h1").node);
+    let none = || panic!("there is one already");
+    assert_eq!(fixture.fs().backing(big, || Ok(7)).unwrap(), 7);
+    assert_eq!(fixture.fs().backing(big, none).unwrap(), 7);
+    assert_eq!(fixture.fs().backing(other, || Ok(8)).unwrap(), 8);
+    let full = || Err(std::io::ErrorKind::OutOfMemory.into());
+    let many = fixture.get("many").node;
+    fixture.fs().backing(many, full).unwrap_err();
+    assert_eq!(fixture.fs().forgotten_backing(other), None);
+    fixture.fs().forget(other, 1);
+    // The process ends before it closes the backing.
+    fixture.take_over();
+    assert_eq!(fixture.fs().left_over_backings(), [8]);
+    assert!(fixture.fs().left_over_backings().is_empty());
+    assert_eq!(fixture.fs().backing(big, none).unwrap(), 7);
+    fixture.fs().forget(big, 1);
+    assert_eq!(fixture.fs().forgotten_backing(big), Some(7));
+    fixture.take_over();
+    assert!(fixture.fs().left_over_backings().is_empty());
 }
 
 #[test]

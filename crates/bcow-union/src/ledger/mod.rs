@@ -13,9 +13,10 @@
 //! ```text
 //! 0       header: version, generation, whether the ledger is complete, numbers of exchanges
 //! 4096    two areas of changes of partial files, 32 bytes each
-//! ...     records of nodes: cells of 64 bytes; long names take further cells
+//! ...     records of nodes and of backings: cells of 64 bytes; long names take further cells
 //! ```
 
+mod backing;
 mod changes;
 mod node;
 #[cfg(test)]
@@ -38,6 +39,7 @@ use crate::log::{self, Severity};
 use changes::Changes;
 use node::Cells;
 
+pub use backing::BackingEntry;
 pub use changes::Pass;
 pub use node::{Flags, LedgerEntry, NodeRecord, Placing};
 
@@ -77,6 +79,8 @@ pub struct Inherited {
     pub written: HashMap<u64, Vec<Range<u64>>>,
     /// Numbers of the requests whose exchange of two names was executed.
     pub exchanges: HashSet<u64>,
+    /// The numbers of the files that the kernel reads instead of nodes, by node id.
+    pub backings: HashMap<u64, u32>,
 }
 
 impl Ledger {
@@ -120,9 +124,11 @@ impl Ledger {
             ));
         }
         let exchanges = (0..EXCHANGES).map(|index| word(EXCHANGES_AT + index * 8));
+        let (nodes, backings) = node::read_all(&file, changes::END)?;
         let mut inherited = Inherited {
             generation: word(GENERATION_AT),
-            nodes: node::read_all(&file, changes::END)?,
+            nodes,
+            backings,
             exchanges: exchanges.filter(|&number| number != 0).collect(),
             ..Inherited::default()
         };

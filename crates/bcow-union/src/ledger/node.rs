@@ -1,5 +1,6 @@
 //! Records of nodes.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -10,7 +11,7 @@ use parking_lot::Mutex;
 use super::Ledger;
 use crate::bytes::u64_at;
 
-const CELL_BYTES: u64 = 64;
+pub(super) const CELL_BYTES: u64 = 64;
 /// The bytes of a record before its name.
 const FIXED_BYTES: usize = 48;
 /// The numbers of cells that a record can have: for names of up to 16, 80 and 272 bytes.
@@ -20,6 +21,8 @@ const TAG_FREE: u8 = 1;
 const TAG_NODE: u8 = 2;
 /// A place that the node may have.
 const TAG_PLACE: u8 = 3;
+/// See [`super::backing`].
+pub(super) const TAG_BACKING: u8 = 4;
 
 const REFERENCES_AT: u64 = 24;
 const NO_LOWER: u64 = u64::MAX;
@@ -36,6 +39,8 @@ impl Flags {
     pub const IN_BATCH: Flags = Flags(2);
     /// The host has reported that it could not write the content back.
     pub const SYNC_FAILED: Flags = Flags(4);
+    /// A program has opened the file for writing.
+    pub const OPENED_FOR_WRITING: Flags = Flags(8);
 
     /// Whether all flags of `other` are set.
     pub fn contains(self, other: Flags) -> bool {
@@ -83,8 +88,8 @@ impl Cells {
 
 /// The place of a record in the file.
 #[derive(Debug, Clone, Copy)]
-struct Spot {
-    at: u64,
+pub(super) struct Spot {
+    pub(super) at: u64,
     size: usize,
 }
 
@@ -220,18 +225,8 @@ impl Ledger {
         let cells = ((FIXED_BYTES + record.name.len()) as u64).div_ceil(CELL_BYTES);
         let size = SIZES.iter().position(|&size| size >= cells);
         let size = size.unwrap_or(SIZES.len() - 1);
-        let (at, is_new) = {
-            let mut cells = self.cells.lock();
-            match cells.free[size].pop() {
-                Some(at) => (at, false),
-                None => {
-                    let at = cells.end;
-                    cells.end += SIZES[size] * CELL_BYTES;
-                    (at, true)
-                }
-            }
-        };
-        let spot = Spot { at, size };
+        let (spot, is_new) = self.take_cells(size);
+        let at = spot.at;
         if size > 0 {
             if is_new {
                 // A reader must find the end of the record before its name is complete.
@@ -244,6 +239,20 @@ impl Ledger {
         }
         self.rewrite(record, spot);
         spot
+    }
+
+    /// Free cells for a record of this size, and whether they were never used.
+    pub(super) fn take_cells(&self, size: usize) -> (Spot, bool) {
+        let mut cells = self.cells.lock();
+        let (at, is_new) = match cells.free[size].pop() {
+            Some(at) => (at, false),
+            None => {
+                let at = cells.end;
+                cells.end += SIZES[size] * CELL_BYTES;
+                (at, true)
+            }
+        };
+        (Spot { at, size }, is_new)
     }
 
     /// Writes all of a record but the part of its name beyond the first cell.
@@ -269,26 +278,33 @@ impl Ledger {
         self.write(&cell, spot.at);
     }
 
-    fn free(&self, spot: Spot) {
+    pub(super) fn free(&self, spot: Spot) {
         self.write(&[TAG_FREE, spot.size as u8], spot.at);
         self.cells.lock().free[spot.size].push(spot.at);
     }
 }
 
-pub(super) fn read_all(file: &File, start: u64) -> io::Result<Vec<NodeRecord>> {
+/// The records of nodes, and the numbers of backings by node id.
+pub(super) type Records = (Vec<NodeRecord>, HashMap<u64, u32>);
+
+pub(super) fn read_all(file: &File, start: u64) -> io::Result<Records> {
     let mut bytes = vec![0; (file.metadata()?.len().saturating_sub(start)) as usize];
     file.read_exact_at(&mut bytes, start)?;
-    let mut records = Vec::new();
+    let (mut records, mut backings) = (Vec::new(), HashMap::new());
     let mut at = 0;
     while at + CELL_BYTES as usize <= bytes.len() {
         let cell = &bytes[at..];
         let size = match (cell[0], SIZES.get(usize::from(cell[1]))) {
             // The end of the file grew for a cell that was never written.
             (0, _) => SIZES[0],
-            (TAG_FREE | TAG_NODE | TAG_PLACE, Some(&size)) => size,
+            (TAG_FREE | TAG_NODE | TAG_PLACE | TAG_BACKING, Some(&size)) => size,
             _ => return Err(damaged(at)),
         };
         let end = at + (size * CELL_BYTES) as usize;
+        if cell[0] == TAG_BACKING {
+            // The number has 32 bits.
+            backings.insert(u64_at(cell, 8), u64_at(cell, 16) as u32);
+        }
         if matches!(cell[0], TAG_NODE | TAG_PLACE) {
             let length = usize::from(u16::from_le_bytes([cell[4], cell[5]]));
             let name = cell.get(FIXED_BYTES..FIXED_BYTES + length);
@@ -307,7 +323,7 @@ pub(super) fn read_all(file: &File, start: u64) -> io::Result<Vec<NodeRecord>> {
         }
         at = end;
     }
-    Ok(records)
+    Ok((records, backings))
 }
 
 fn damaged(at: usize) -> io::Error {

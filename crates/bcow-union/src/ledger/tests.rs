@@ -183,3 +183,23 @@ fn entries_can_be_changed_from_several_threads() {
     });
     assert_eq!(nodes(&ledger), []);
 }
+
+#[test]
+fn backings_come_back_until_they_are_dropped() {
+    let ledger = Ledger::new(0).unwrap();
+    let first = BackingEntry::new(&ledger, 7, 70);
+    let entry = LedgerEntry::new(&ledger, record(8, b"name"));
+    let second = BackingEntry::new(&ledger, 9, u32::MAX);
+    assert_eq!(
+        read(&ledger).backings,
+        HashMap::from([(7, 70), (9, u32::MAX)])
+    );
+    drop(first);
+    assert_eq!(read(&ledger).backings, HashMap::from([(9, u32::MAX)]));
+    // A record of a node takes the free cell.
+    let other = LedgerEntry::new(&ledger, record(10, b""));
+    assert_eq!(nodes(&ledger), [record(8, b"name"), record(10, b"")]);
+    assert_eq!(read(&ledger).backings.len(), 1);
+    drop((entry, second, other));
+    assert!(read(&ledger).backings.is_empty());
+}

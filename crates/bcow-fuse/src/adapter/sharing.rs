@@ -1,0 +1,253 @@
+//! How a mount lets the kernel read unchanged files of the image from elsewhere.
+//!
+//! An inode of the kernel is read either by passthrough or by requests, never by both at a time. So
+//! the kernel gets two numbers for a file of the image: the number of the node, which is only ever
+//! opened by passthrough, and the same number with [`ALIAS`], which is only ever opened in the
+//! ordinary way. `st_ino` is always the number of the node. What a request does follows from its
+//! number and from the union; there is no state per open file.
+//!
+//! - A lookup gives the number of the node as long as the content is unchanged, and the alias
+//!   afterwards.
+//! - An open of the node's number for reading is passthrough. Any other open of this number, or one
+//!   after a change, fails with ESTALE. The kernel then looks the path up again, and opens what
+//!   this lookup gives: the alias. It does so once per open.
+//! - All other requests mean the same with both numbers.
+//!
+//! The kernel caches attributes for each number. From the first change on, it does not cache those
+//! of the node's number, and those of the alias only while the file has one name: then no change of
+//! a name by the node's number can make them outdated. A change of attributes by the node's number
+//! makes the kernel drop those of the alias.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use bcow_erofs::reader::Nid;
+use bcow_mount::close_backing;
+use bcow_union::NodeId;
+use bcow_union::fs::{EntryPlus, ImageContent, UnionFs};
+use fuser::{BackingId, FileAttr, FileHandle, FopenFlags, INodeNo, OpenFlags, ReplyOpen, Request};
+use rustix::io::Errno;
+
+use super::{ALIAS, FOREVER, id, is_alias};
+use crate::shared::SharedImage;
+
+/// What a mount with shared files needs, beside its union.
+pub(crate) struct Sharing {
+    image: SharedImage,
+    /// The connection to the kernel.
+    connection: OwnedFd,
+}
+
+/// How the kernel opens a file.
+pub(super) enum Opening {
+    /// By requests to this process.
+    Ordinary,
+    /// By passthrough, from the backing with this number.
+    Shared(u32),
+    /// By another number: it must look the path up again.
+    Again,
+}
+
+/// What the kernel has cached for a number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cached {
+    Attributes,
+    /// With the attributes.
+    Content,
+}
+
+impl Sharing {
+    pub(crate) fn new(image: SharedImage, connection: OwnedFd) -> Self {
+        Sharing { image, connection }
+    }
+
+    /// Closes what a process before has left over.
+    pub(super) fn begin(&self, fs: &UnionFs) {
+        for number in fs.left_over_backings() {
+            self.close(number);
+        }
+    }
+
+    /// Decides about an open.
+    pub(super) fn open(
+        &self,
+        fs: &UnionFs,
+        ino: INodeNo,
+        flags: OpenFlags,
+    ) -> Result<Opening, Errno> {
+        let node = id(ino);
+        if is_alias(ino) {
+            fs.end_awaited_open(node);
+            return Ok(Opening::Ordinary);
+        }
+        let nid = match fs.image_content(node)? {
+            ImageContent::Never => return Ok(Opening::Ordinary),
+            ImageContent::Changed => return Ok(Opening::Again),
+            ImageContent::Unchanged(nid) => nid,
+        };
+        if flags.0 & libc::O_ACCMODE == libc::O_RDONLY {
+            match fs.backing(node, || self.make_backing(nid)) {
+                Ok(number) => return Ok(Opening::Shared(number)),
+                // So the number was never opened. The alias needs no backing.
+                Err(error) => tracing::warn!("cannot share inode {}: {error}", nid.0),
+            }
+        }
+        fs.open_for_writing(node)?;
+        self.drop_cached(node.0, Cached::Attributes);
+        Ok(Opening::Again)
+    }
+
+    fn make_backing(&self, nid: Nid) -> io::Result<u32> {
+        let file = self.image.open(nid)?;
+        BackingId::create_raw(&self.connection, &file)
+    }
+
+    /// The kernel has forgotten references to a node.
+    pub(super) fn forgotten(&self, fs: &UnionFs, node: NodeId) {
+        if let Some(number) = fs.forgotten_backing(node) {
+            self.close(number);
+        }
+    }
+
+    fn close(&self, number: u32) {
+        // The end of the connection closes it too.
+        if let Err(error) = close_backing(self.connection.as_fd(), number) {
+            tracing::debug!("cannot close the backing {number}: {error}");
+        }
+    }
+
+    /// The attributes for an entry. Their number is the one by which the kernel is to know the
+    /// node.
+    pub(super) fn entry(fs: &UnionFs, attributes: FileAttr) -> FileAttr {
+        let alias = if is_changed(fs, &attributes) { ALIAS } else { 0 };
+        FileAttr {
+            ino: INodeNo(attributes.ino.0 | alias),
+            ..attributes
+        }
+    }
+
+    /// How long the kernel may cache the attributes of a number at most.
+    pub(super) fn longest_validity(fs: &UnionFs, ino: INodeNo, attributes: &FileAttr) -> Duration {
+        let is_only_one = is_alias(ino) && attributes.nlink <= 1;
+        if is_only_one || !is_changed(fs, attributes) {
+            FOREVER
+        } else {
+            Duration::ZERO
+        }
+    }
+
+    /// Whether the number is that of a file which programs opened before its first change: they
+    /// read the content of the image.
+    pub(super) fn is_outdated(fs: &UnionFs, ino: INodeNo) -> bool {
+        !is_alias(ino) && fs.image_content(id(ino)) == Ok(ImageContent::Changed)
+    }
+
+    /// Makes the kernel drop what it has cached for the alias, because the node is changed by this
+    /// number.
+    pub(super) fn changed(&self, fs: &UnionFs, ino: INodeNo, what: Cached) {
+        if Self::is_outdated(fs, ino) {
+            self.drop_cached(ino.0 | ALIAS, what);
+        }
+    }
+
+    /// If the kernel does not know the number, it has cached nothing.
+    fn drop_cached(&self, number: u64, what: Cached) {
+        /// FUSE_NOTIFY_INVAL_INODE of linux/fuse.h, in the place of an error number.
+        const INVALIDATE: u32 = 2;
+        const BYTES: u32 = 40;
+        // The first byte of the content, or none.
+        let from: i64 = match what {
+            Cached::Attributes => -1,
+            Cached::Content => 0,
+        };
+        let mut message = Vec::with_capacity(BYTES as usize);
+        message.extend_from_slice(&BYTES.to_ne_bytes());
+        message.extend_from_slice(&INVALIDATE.to_ne_bytes());
+        // A message that answers no request.
+        message.extend_from_slice(&0_u64.to_ne_bytes());
+        message.extend_from_slice(&number.to_ne_bytes());
+        message.extend_from_slice(&from.to_ne_bytes());
+        // The length: to the end.
+        message.extend_from_slice(&0_i64.to_ne_bytes());
+        let _ = rustix::io::write(&self.connection, &message);
+    }
+
+    /// Answers a listing with attributes by one name without attributes: fuser would list an alias
+    /// as the inode number. The answer of fuser that follows has no request any more, and the
+    /// kernel ignores it.
+    pub(super) fn list_alone(&self, request: &Request, name: &[u8]) {
+        let length = HEADER_BYTES + name.len();
+        let mut reply = Vec::with_capacity(length);
+        // The length of a listing has 32 bits.
+        reply.extend_from_slice(&(length as u32).to_ne_bytes());
+        reply.extend_from_slice(&0_u32.to_ne_bytes());
+        reply.extend_from_slice(&request.unique().0.to_ne_bytes());
+        reply.extend_from_slice(name);
+        if let Err(errno) = rustix::io::write(&self.connection, &reply) {
+            tracing::debug!("cannot answer a listing: {errno}");
+        }
+    }
+}
+
+/// The size of fuse_out_header.
+const HEADER_BYTES: usize = 16;
+
+/// A name without attributes, as fuse_direntplus of linux/fuse.h: node 0 says that there are none.
+pub(super) fn without_attributes(entry: &EntryPlus<'_>, attributes: &FileAttr) -> Vec<u8> {
+    const ENTRY_BYTES: usize = 128;
+    /// The type in the upper bits of a mode, of which a listing has the upper four.
+    const REGULAR: u32 = libc::S_IFREG >> 12;
+    let mut listed = vec![0; ENTRY_BYTES];
+    listed.extend_from_slice(&id(attributes.ino).0.to_ne_bytes());
+    listed.extend_from_slice(&entry.next_cookie.to_ne_bytes());
+    // A name has at most 255 bytes.
+    listed.extend_from_slice(&(entry.name.len() as u32).to_ne_bytes());
+    listed.extend_from_slice(&REGULAR.to_ne_bytes());
+    listed.extend_from_slice(entry.name);
+    listed.resize(listed.len().next_multiple_of(8), 0);
+    listed
+}
+
+/// Replies that the kernel reads the file from the backing with this number.
+pub(super) fn opened(number: u32, reply: ReplyOpen) {
+    // SAFETY: the number is that of an open backing of this connection. `into_raw` below keeps it
+    // open.
+    #[allow(unsafe_code)]
+    let backing = unsafe { reply.wrap_backing(number) };
+    // Nothing is written by such a file, so a close has nothing to flush.
+    reply.opened_passthrough(FileHandle(0), FopenFlags::FOPEN_NOFLUSH, &backing);
+    let _ = backing.into_raw();
+}
+
+fn is_changed(fs: &UnionFs, attributes: &FileAttr) -> bool {
+    attributes.kind == fuser::FileType::RegularFile
+        && fs.image_content(id(attributes.ino)) == Ok(ImageContent::Changed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adapter::NO_INODE;
+
+    #[test]
+    fn a_name_without_attributes_has_the_number_of_the_node() {
+        let node = 0x1234;
+        let attributes = FileAttr {
+            ino: INodeNo(node | ALIAS),
+            ..NO_INODE
+        };
+        let entry = EntryPlus {
+            name: b"name",
+            attributes: Err(NodeId(node)),
+            kind: bcow_erofs::reader::FileType::Regular,
+            next_cookie: 77,
+        };
+        let listed = without_attributes(&entry, &attributes);
+        assert_eq!(listed[..128], [0; 128]);
+        let mut expected = [node, 77].map(u64::to_ne_bytes).concat();
+        expected.extend([4_u32, 8].map(u32::to_ne_bytes).concat());
+        expected.extend(b"name\0\0\0\0");
+        assert_eq!(listed[128..], expected);
+    }
+}

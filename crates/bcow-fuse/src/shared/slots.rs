@@ -1,0 +1,237 @@
+//! The images whose files are shared, and the numbers of the files.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bcow::Verify;
+use bcow_erofs::reader::Nid;
+use bcow_union::Image;
+use parking_lot::Mutex;
+
+/// The bits of a number that have the inode in the image; the bits above have the slot. An inode of
+/// the image is the place of its metadata in units of 32 bytes, so 40 bits are enough for 32 TiB.
+const NID_BITS: u32 = 40;
+/// The slots of a hidden mount. The highest bit of a number stays zero.
+const MAX_SLOTS: u32 = 1 << 23;
+
+/// Mounts with equal keys share files: the files have the same content, and each read of it has
+/// been verified in the same way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageKey {
+    pub identity: [u8; 32],
+    /// What each read verifies.
+    pub verify: Verify,
+}
+
+/// A file of an image in a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SharedFile {
+    pub(crate) slot: u32,
+    pub(crate) nid: Nid,
+}
+
+impl SharedFile {
+    /// `None` for an inode that has no number.
+    pub(crate) fn new(slot: u32, nid: Nid) -> Option<Self> {
+        (nid.0 >> NID_BITS == 0).then_some(SharedFile { slot, nid })
+    }
+
+    /// The number of its node. No process needs to know the node to answer a request for it.
+    pub(crate) fn number(self) -> u64 {
+        (u64::from(self.slot) << NID_BITS) | self.nid.0
+    }
+
+    /// The file with this number; `None` for other nodes.
+    pub(crate) fn of_number(number: u64) -> Option<Self> {
+        let slot = u32::try_from(number >> NID_BITS).ok()?;
+        let nid = Nid(number & ((1 << NID_BITS) - 1));
+        (slot > 0).then_some(SharedFile { slot, nid })
+    }
+
+    /// Its name in the root directory.
+    pub(crate) fn name(self) -> String {
+        format!("{}-{}", self.slot, self.nid.0)
+    }
+
+    /// The file with this name; `None` for other names.
+    pub(crate) fn parse(name: &str) -> Option<Self> {
+        let (slot, nid) = name.split_once('-')?;
+        let file = Self::new(slot.parse().ok()?, Nid(nid.parse().ok()?))?;
+        (file.slot > 0 && file.name() == name).then_some(file)
+    }
+}
+
+/// The slots, and the images in them. A slot is never used for another key: the kernel caches pages
+/// of its files longer than the image is mounted.
+#[derive(Default)]
+pub(crate) struct Slots(Mutex<SlotTable>);
+
+struct SlotTable {
+    slots: BTreeMap<u32, OpenSlot>,
+    /// The slot of the next image.
+    next: u32,
+    /// Whether mounts of the process before will take their slots.
+    is_taking_over: bool,
+    waiting: Vec<(u32, Answer)>,
+}
+
+struct OpenSlot {
+    key: ImageKey,
+    /// Empty when all mounts have ended.
+    images: Images,
+}
+
+/// One image for each mount: equal content, but each has its own error log.
+type Images = Arc<[Arc<Image>]>;
+/// Answers a request, from one of the images.
+type Answer = Box<dyn FnOnce(&[Arc<Image>]) + Send>;
+
+impl Default for SlotTable {
+    fn default() -> Self {
+        SlotTable {
+            slots: BTreeMap::new(),
+            next: 1,
+            is_taking_over: false,
+            waiting: Vec::new(),
+        }
+    }
+}
+
+impl Slots {
+    /// From now on, a request for a slot that has no image waits for [`Slots::put_again`] or
+    /// [`Slots::end_takeover`]. `next` is the slot of the next new image.
+    pub(crate) fn begin_takeover(&self, next: u32) {
+        let mut table = self.0.lock();
+        table.next = next.max(1);
+        table.is_taking_over = true;
+    }
+
+    /// No mount will take a slot of the process before any more.
+    pub(crate) fn end_takeover(&self) {
+        let waiting = {
+            let mut table = self.0.lock();
+            table.is_taking_over = false;
+            std::mem::take(&mut table.waiting)
+        };
+        for (_, answer) in waiting {
+            answer(&[]);
+        }
+    }
+
+    /// Puts an image into the slot of its key. Calls `announce` with the next free slot before a
+    /// new one is used. `None` if no slot is left.
+    pub(crate) fn put(
+        &self,
+        key: ImageKey,
+        image: &Arc<Image>,
+        announce: impl FnOnce(u32),
+    ) -> Option<u32> {
+        let mut table = self.0.lock();
+        let known = table.slots.iter().find(|(_, open)| open.key == key);
+        let slot = match known {
+            Some((&slot, _)) => slot,
+            None if table.next >= MAX_SLOTS => return None,
+            None => {
+                table.next += 1;
+                announce(table.next);
+                table.next - 1
+            }
+        };
+        table.add(slot, key, image);
+        Some(slot)
+    }
+
+    /// Puts the image of a mount that this process takes over into its slot, and answers the
+    /// requests that wait for it. Fails if the slot has another image.
+    pub(crate) fn put_again(&self, slot: u32, key: ImageKey, image: &Arc<Image>) -> bool {
+        let (images, ready): (Images, Vec<_>) = {
+            let mut table = self.0.lock();
+            let known = table.slots.get(&slot);
+            if slot >= table.next || known.is_some_and(|open| open.key != key) {
+                return false;
+            }
+            let images = table.add(slot, key, image);
+            let waiting = std::mem::take(&mut table.waiting);
+            let (ready, others) = waiting.into_iter().partition(|(one, _)| *one == slot);
+            table.waiting = others;
+            (images, ready)
+        };
+        for (_, answer) in ready {
+            answer(&images);
+        }
+        true
+    }
+
+    /// The mount of an image has ended. The slot stays that of its key: the next mount with this
+    /// key finds the pages that the kernel still has.
+    pub(crate) fn remove(&self, slot: u32, image: &Arc<Image>) {
+        if let Some(open) = self.0.lock().slots.get_mut(&slot) {
+            let others = open.images.iter().filter(|one| !Arc::ptr_eq(one, image));
+            open.images = others.cloned().collect();
+        }
+    }
+
+    /// Calls `answer` with the images of a slot, which are equal; with none if there are none.
+    /// During a takeover, another thread may do so later.
+    pub(crate) fn with_images(
+        &self,
+        slot: u32,
+        answer: impl FnOnce(&[Arc<Image>]) + Send + 'static,
+    ) {
+        let images = {
+            let mut table = self.0.lock();
+            match table.slots.get(&slot) {
+                Some(open) => Arc::clone(&open.images),
+                None if table.is_taking_over => {
+                    return table.waiting.push((slot, Box::new(answer)));
+                }
+                None => Images::default(),
+            }
+        };
+        answer(&images);
+    }
+}
+
+impl SlotTable {
+    fn add(&mut self, slot: u32, key: ImageKey, image: &Arc<Image>) -> Images {
+        let images = self.slots.get(&slot).map(|open| Arc::clone(&open.images));
+        let before = images.unwrap_or_default();
+        let images: Images = before.iter().chain([image]).cloned().collect();
+        let open = OpenSlot {
+            key,
+            images: Arc::clone(&images),
+        };
+        self.slots.insert(slot, open);
+        images
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_known_by_its_number_and_by_its_name() {
+        for (slot, nid) in [(1, 0), (7, 36), (MAX_SLOTS - 1, (1 << NID_BITS) - 1)] {
+            let file = SharedFile::new(slot, Nid(nid)).unwrap();
+            assert_eq!(SharedFile::of_number(file.number()), Some(file));
+            assert_eq!(SharedFile::parse(&file.name()), Some(file));
+            assert_eq!(file.number() >> 63, 0);
+        }
+        assert_eq!(SharedFile::new(1, Nid(1 << NID_BITS)), None);
+        assert_eq!(SharedFile::of_number(1), None, "the root directory");
+        for name in [
+            "",
+            "1",
+            "1-",
+            "-1",
+            "0-7",
+            "01-7",
+            "1-7-",
+            "x-7",
+            "1-1099511627776",
+        ] {
+            assert_eq!(SharedFile::parse(name), None, "{name}");
+        }
+    }
+}
