@@ -5,23 +5,48 @@
 //! it. Without that, a thread that is killed with a request leaves it to the next process of the
 //! pool. A new buffer has no pages. So a thread makes the pages of its buffer present when it has
 //! received its first request, which usually fits into the page that the allocator has written.
+//! While a thread is parked, it receives no request, and needs no pages.
 
 use std::cell::Cell;
 
+use bcow_mount::Pages;
 use fuser::Request;
 
+/// Largest write request in bytes if another process can take the mount over: each thread that
+/// waits for requests has memory for one.
+pub(crate) const WRITE_BYTES_IN_POOL: u32 = 256 << 10;
 /// Bytes of the head of the longest request.
 const HEAD_BYTES: usize = 4096;
 
 thread_local! {
-    /// Whether this thread, which serves one mount, has its pages.
-    static IS_PRESENT: Cell<bool> = const { Cell::new(false) };
+    /// The buffer of this thread, which serves one mount, from the first request on.
+    static BUFFER: Cell<Option<Pages>> = const { Cell::new(None) };
 }
 
-/// Makes the memory present that this thread needs for requests with up to `data_bytes` of data.
-/// `request` is where all requests of the thread begin.
-pub(crate) fn make_present(request: &Request, data_bytes: u32) {
-    if !IS_PRESENT.replace(true) {
-        bcow_mount::make_present(request, HEAD_BYTES + data_bytes as usize);
+/// Makes the memory present that this thread needs for any request. `request` is where all requests
+/// of the thread begin.
+pub(crate) fn make_present(request: &Request) {
+    if BUFFER.get().is_none() {
+        let pages = Pages::of(request, HEAD_BYTES + WRITE_BYTES_IN_POOL as usize);
+        pages.make_present();
+        BUFFER.set(Some(pages));
+    }
+}
+
+/// Runs `park`, in which this thread receives no request.
+pub(crate) fn without_pages(park: impl FnOnce()) {
+    let pages = BUFFER.get();
+    if let Some(pages) = pages {
+        // The library still has the head of the request that has been answered.
+        let data = pages.after(2 * HEAD_BYTES);
+        // SAFETY: the request has been answered, so nothing reads its data.
+        #[allow(unsafe_code)]
+        unsafe {
+            data.release();
+        }
+    }
+    park();
+    if let Some(pages) = pages {
+        pages.make_present();
     }
 }

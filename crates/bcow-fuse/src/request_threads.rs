@@ -28,6 +28,8 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use crate::buffers;
+
 /// The time between two looks of the watcher. If all active threads are busy, a request waits at
 /// most twice as long until a parked thread, if there is one, becomes active. If several requests
 /// wait, the parked threads become active one after the other.
@@ -193,7 +195,7 @@ impl RequestThreads {
             .active
             .fetch_update(Ordering::SeqCst, Ordering::SeqCst, is_surplus);
         if left.is_ok() {
-            self.park();
+            buffers::without_pages(|| self.park());
             self.active.fetch_add(1, Ordering::SeqCst);
         }
         self.waiting.fetch_add(1, Ordering::SeqCst);

@@ -59,7 +59,7 @@ pub use error::Error;
 pub use growth::{grow, may_grow, set_size};
 pub use hidden::{HiddenMount, close_backing};
 pub use loop_device::{Access, LoopDevice, backing_of, is_served};
-pub use memory::{make_present, release_heap, serve_writeback};
+pub use memory::{Pages, release_heap, serve_writeback};
 pub use name::HiddenName;
 
 /// Name that the process of a mount takes while it closes an upper or writes a trace. Commands that

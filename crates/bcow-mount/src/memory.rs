@@ -26,21 +26,64 @@ pub fn serve_writeback() -> Option<u64> {
     limit.filter(|&limit| limit < machine_bytes)
 }
 
-/// Makes the pages of `bytes` bytes from `start` present, so that the kernel can write to them
-/// without a page fault (MADV_POPULATE_WRITE). Their content stays. Before Linux 5.14, and without
-/// memory, nothing happens.
-pub fn make_present<T>(start: &T, bytes: usize) {
-    let start = std::ptr::from_ref(start).addr();
-    let page = start & !(rustix::param::page_size() - 1);
-    // SAFETY: the call changes no content and no mapping. It fails for pages that are not mapped.
+/// Memory of which a thread needs the pages only at times.
+#[derive(Debug, Clone, Copy)]
+pub struct Pages {
+    start: usize,
+    bytes: usize,
+}
+
+impl Pages {
+    /// The pages of `bytes` bytes from `start`.
+    pub fn of<T>(start: &T, bytes: usize) -> Self {
+        let start = std::ptr::from_ref(start).addr();
+        let page = start & !(rustix::param::page_size() - 1);
+        Pages {
+            start: page,
+            bytes: start - page + bytes,
+        }
+    }
+
+    /// The same without the first ones, which have `bytes` bytes or more.
+    pub fn after(self, bytes: usize) -> Self {
+        let bytes = bytes
+            .next_multiple_of(rustix::param::page_size())
+            .min(self.bytes);
+        Pages {
+            start: self.start + bytes,
+            bytes: self.bytes - bytes,
+        }
+    }
+
+    /// Makes the pages present, so that the kernel can write to them without a page fault
+    /// (MADV_POPULATE_WRITE). Their content stays. Before Linux 5.14, and without memory, nothing
+    /// happens.
+    pub fn make_present(self) {
+        // SAFETY: the call changes no content and no mapping. It fails for pages that are not
+        // mapped.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.advise(rustix::mm::Advice::LinuxPopulateWrite);
+        }
+    }
+
+    /// Returns the pages to the kernel. Their content becomes zeros.
+    ///
+    /// # Safety
+    ///
+    /// Nothing may rely on the content of the pages.
     #[allow(unsafe_code)]
-    let _ = unsafe {
-        rustix::mm::madvise(
-            std::ptr::without_provenance_mut(page),
-            start - page + bytes,
-            rustix::mm::Advice::LinuxPopulateWrite,
-        )
-    };
+    pub unsafe fn release(self) {
+        // SAFETY: the caller's condition.
+        unsafe { self.advise(rustix::mm::Advice::LinuxDontNeed) }
+    }
+
+    #[allow(unsafe_code)]
+    unsafe fn advise(self, advice: rustix::mm::Advice) {
+        let start = std::ptr::without_provenance_mut(self.start);
+        // SAFETY: as the callers say.
+        let _ = unsafe { rustix::mm::madvise(start, self.bytes, advice) };
+    }
 }
 
 /// Runs `release`, and returns the memory that it and others have freed to the kernel. The

@@ -28,9 +28,6 @@ use crate::stats::{MountStats, Operation, Running};
 const FILE: INodeNo = INodeNo(2);
 /// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
 const WRITE_BYTES: u32 = 1 << 20;
-/// The same if another process can take the mount over. Each thread then has memory for it all the
-/// time.
-const WRITE_BYTES_IN_POOL: u32 = 256 << 10;
 /// The flags of the protocol that this adapter requests from the kernel.
 pub(crate) const FLAGS: InitFlags = InitFlags::FUSE_ASYNC_DIO;
 /// The block size of the file in bytes. The loop device gets it by statfs, and announces it as the
@@ -53,7 +50,7 @@ pub(crate) struct DiskFile {
 impl DiskFile {
     fn begin(&self, request: &Request, operation: Operation, node: NodeId) -> Running<'_> {
         if self.can_be_taken_over {
-            buffers::make_present(request, WRITE_BYTES_IN_POOL);
+            buffers::make_present(request);
         }
         self.stats.time(operation, node)
     }
@@ -177,7 +174,7 @@ impl fuser::Filesystem for DiskFile {
         // This file has none, because all its requests are direct.
         let _ = config.add_capabilities(FLAGS & config.capabilities());
         let _ = config.set_max_write(if self.can_be_taken_over {
-            WRITE_BYTES_IN_POOL
+            buffers::WRITE_BYTES_IN_POOL
         } else {
             WRITE_BYTES
         });

@@ -39,14 +39,6 @@ use crate::stats::{MountStats, Operation};
 
 /// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
 const WRITE_BYTES: u32 = 1 << 20;
-/// The same with the kernel's write-back cache, if another process can take the mount over. Each
-/// thread then has memory for it all the time.
-const WRITE_BACK_BYTES_IN_POOL: u32 = 256 << 10;
-/// Bytes of a write request for which each thread has memory all the time, if another process can
-/// take the mount over, and programs wait for each write. For a longer one, it has the memory from
-/// the first one on: memory for all requests would be more than all else that a mount in a pool
-/// needs.
-const PRESENT_WRITE_BYTES: u32 = 16 << 10;
 
 /// Most bytes that one copy_file_range request copies. The program calls again for the rest, and
 /// can be interrupted in between. The reply has 32 bits.
@@ -181,11 +173,7 @@ impl Writable {
 
     fn begin(&self, request: &Request, operation: Operation, node: NodeId) -> Passing<'_> {
         if self.gate.is_some() {
-            let bytes = match self.write_cache {
-                WriteCache::Back => WRITE_BACK_BYTES_IN_POOL,
-                WriteCache::Through => PRESENT_WRITE_BYTES,
-            };
-            buffers::make_present(request, bytes);
+            buffers::make_present(request);
         }
         Passing {
             _answering: Answering::begin(&self.request_threads, &self.stats, operation, node),
@@ -239,9 +227,9 @@ impl fuser::Filesystem for Writable {
         self.agreed.store(offered.bits(), Ordering::Relaxed);
         self.opens_unasked = offered.contains(InitFlags::FUSE_NO_OPEN_SUPPORT);
         self.drops_set_id = offered.contains(InitFlags::FUSE_HANDLE_KILLPRIV_V2);
-        let _ = config.set_max_write(match (self.write_cache, &self.gate) {
-            (WriteCache::Back, Some(_)) => WRITE_BACK_BYTES_IN_POOL,
-            _ => WRITE_BYTES,
+        let _ = config.set_max_write(match self.gate {
+            Some(_) => buffers::WRITE_BYTES_IN_POOL,
+            None => WRITE_BYTES,
         });
         Ok(())
     }
