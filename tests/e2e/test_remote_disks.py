@@ -20,9 +20,7 @@ class Disks(test_remote.WebCase):
     @classmethod
     def make_tree(cls, top):
         """Some 6 MB that do not compress."""
-        for n in range(20):
-            os.makedirs(os.path.join(top, f"dir-{n}"))
-            write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(300_000))
+        test_remote.make_files(top, 20, 300_000)
 
     def setUp(self):
         super().setUp()
