@@ -113,11 +113,14 @@ def write_file(path, data):
         file.write(data)
 
 
-def overwrite(path, at, data):
-    """Writes bytes into an existing file."""
+def overwrite(path, at, data, sync=False):
+    """Writes bytes into an existing file, with one system call unless they are many."""
     with open(path, "r+b") as file:
         file.seek(at)
         file.write(data)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def flip(path, *places):

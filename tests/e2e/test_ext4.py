@@ -18,8 +18,8 @@ import tempfile
 import unittest
 
 from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, converted,
-                     flip, need, read_bytes, read_text, run, served, set_environment, until,
-                     write_file)
+                     flip, need, overwrite, read_bytes, read_text, run, served, set_environment,
+                     until, write_file)
 import tree
 import vm
 
@@ -249,8 +249,7 @@ class Ext4(Scratch):
         self.assertTrue(is_made_again())
         os.chown(view, 65534, 65534)
         self.assertTrue(is_made_again())
-        with open(view, "r+b") as file:
-            file.write(b"x" * 1024)
+        overwrite(view, 0, b"x" * 1024)
         self.assertTrue(is_made_again())
         os.rename(view, view + ".away")
         os.symlink(view + ".away", view)

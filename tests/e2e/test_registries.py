@@ -23,8 +23,8 @@ import unittest.mock
 
 import web
 from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, blobs_of,
-                     converted, digest_in, mounted, need, read_bytes, read_text, run, skopeo_copy,
-                     write_file)
+                     converted, digest_in, mounted, need, overwrite, read_bytes, read_text, run,
+                     skopeo_copy, write_file)
 from test_remote import make_certificates, registry
 from web import WebServer, plain_registry
 
@@ -398,8 +398,7 @@ class Sources(Scratch):
             bcow("mount", "--insecure", server.name(), where, "--upper", upper, **options)
             try:
                 # The rest of the file stays in the image.
-                with open(os.path.join(where, "a"), "r+b") as file:
-                    file.write(b"above")
+                overwrite(os.path.join(where, "a"), 0, b"above")
             finally:
                 bcow("umount", where, **options)
             bcow("commit", "--insecure", server.name(), "--upper", upper, layer, **options)

@@ -12,7 +12,8 @@ import tempfile
 import unittest
 
 import test_remote
-from support import assert_refused, bcow, need, read_bytes, read_text, run, served, write_file
+from support import (assert_refused, bcow, need, overwrite, read_bytes, read_text, run, served,
+                     write_file)
 from test_remote import TIMEOUT, registry
 
 
@@ -138,8 +139,7 @@ class Disks(test_remote.WebCase):
                 upper = os.path.join(self.scratch, driver)
                 options = ("--upper", upper, "--driver", driver)
                 with self.mounted(name, *options) as where:
-                    with open(os.path.join(where, "dir-3/file"), "r+b") as file:
-                        file.write(b"changed")
+                    overwrite(os.path.join(where, "dir-3/file"), 0, b"changed")
                     os.remove(os.path.join(where, "dir-4/file"))
                 with self.mounted(name, *options) as where:
                     with open(os.path.join(where, "dir-3/file"), "rb") as file:

@@ -18,8 +18,8 @@ import tempfile
 import unittest
 
 import support
-from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, flip,
-                     for_everyone, is_mounted, need, read_bytes, run, until, write_file)
+from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, flip, for_everyone,
+                     is_mounted, need, overwrite, read_bytes, run, until, write_file)
 import tree
 
 OVERLAY = "metacopy=on,redirect_dir=on,index=off,xino=off"
@@ -73,9 +73,7 @@ def change(top):
     os.removexattr(f"{top}/etc/config", "user.dropped")
     os.chmod(f"{top}/etc/setuid", 0o755)
     os.chown(f"{top}/var/lib/data/other", 1000, 1001)
-    with open(f"{top}/var/lib/data/table", "r+b") as file:
-        file.seek(1 << 20)
-        file.write(b"changed")
+    overwrite(f"{top}/var/lib/data/table", 1 << 20, b"changed")
     shutil.rmtree(f"{top}/gone")
     os.rename(f"{top}/moved", f"{top}/usr/lib/renamed")
     write(f"{top}/usr/lib/renamed/inside/new", b"new")
@@ -229,9 +227,7 @@ class Uppers:
             "on-top-whole.bcow")
         with support.mounted(self.base, "--upper", upper, layers=[layer]) as where:
             write(f"{where}/etc/on-top", b"new")
-            with open(f"{where}/var/lib/data/table", "r+b") as file:
-                file.seek(8192)
-                file.write(b"changed")
+            overwrite(f"{where}/var/lib/data/table", 8192, b"changed")
             os.unlink(f"{where}/new-1")
         commit = ("commit", self.base, "--layer", layer, "--upper", upper)
         bcow(*commit, second, env=EPOCH)
@@ -456,11 +452,8 @@ class OfBcow(Uppers, unittest.TestCase):
                         os.unlink(f"{self.merged}/{name}")
                     # Records appended to a map.
                     for block in (1, 20):
-                        with open(f"{self.merged}/var/lib/data/table", "r+b") as file:
-                            file.seek(block * 4096)
-                            file.write(b"x")
-                            file.flush()
-                            os.fsync(file.fileno())
+                        overwrite(f"{self.merged}/var/lib/data/table", block * 4096,
+                                  b"x", sync=True)
                     if end == "umount":
                         bcow("umount", self.merged, timeout=60)
                     else:
