@@ -113,6 +113,17 @@ def write_file(path, data):
         file.write(data)
 
 
+def append_to(path, data):
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+def sparse_file(path, size):
+    """Makes an empty file of this size."""
+    with open(path, "wb") as file:
+        file.truncate(size)
+
+
 def overwrite(path, at, data, sync=False):
     """Writes bytes into an existing file, with one system call unless they are many."""
     with open(path, "r+b") as file:

@@ -17,9 +17,9 @@ import tarfile
 import tempfile
 import unittest
 
-from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, converted,
-                     flip, need, overwrite, read_bytes, read_text, run, served, set_environment,
-                     until, write_file)
+from support import (READER, TOP, WORK, Scratch, append_to, assert_refused, assert_same_tree, bcow,
+                     converted, flip, need, overwrite, read_bytes, read_text, run, served,
+                     set_environment, until, write_file)
 import tree
 import vm
 
@@ -122,8 +122,7 @@ class Ext4(Scratch):
             run("e2fsck", "-fn", device)
             with mounted(device) as where:
                 assert_same_tree(self, self.reference, where)
-                with open(f"{where}/etc/passwd", "ab") as file:
-                    file.write(b"guest:x:77:77::/:/bin/sh\n")
+                append_to(f"{where}/etc/passwd", b"guest:x:77:77::/:/bin/sh\n")
                 os.rename(f"{where}/bin", f"{where}/old")
                 os.mkdir(f"{where}/bin")
                 shutil.rmtree(f"{where}/usr/share/doc")

@@ -24,7 +24,7 @@ import support
 import syscalls
 import test_remote
 from support import (assert_refused, bcow, is_mounted, need, overwrite, read_bytes, read_text, run,
-                     until, write_file)
+                     sparse_file, until, write_file)
 
 MEBIBYTE = 1 << 20
 # fsx comes from crates.io; a run has this number of operations.
@@ -155,8 +155,7 @@ class KernelDriver(unittest.TestCase):
 
     def make_disk(self, name="disk", mebibytes=256, make=("mkfs.ext4", "-q", "-F"), writable=True):
         raw = self.path(f"{name}.raw")
-        with open(raw, "wb") as file:
-            file.truncate(mebibytes * MEBIBYTE)
+        sparse_file(raw, mebibytes * MEBIBYTE)
         if make:
             run(*make, raw, timeout=SECONDS)
         disk = self.disk_path(name)

@@ -14,7 +14,7 @@ import unittest
 import subjects
 import support
 import uml
-from support import BCOW, assert_refused, bcow, need, run, write_file
+from support import BCOW, assert_refused, bcow, need, run, sparse_file, write_file
 from test_kernel_driver import MEBIBYTE, SECONDS, KernelDriver, kernel_has
 from test_kernel_upper import KernelUpper
 
@@ -134,8 +134,7 @@ class Guest(unittest.TestCase):
         lower = subjects.Lower(scratch, subjects.plant)
         lower.image = os.path.join(made, "image.bcow")
         lower.make_image()
-        with open(disk, "wb") as file:
-            file.truncate(768 * MEBIBYTE)
+        sparse_file(disk, 768 * MEBIBYTE)
         run("mkfs.ext4", "-q", "-F", "-d", made, disk, timeout=SECONDS)
 
         def step(name, /, **arguments):

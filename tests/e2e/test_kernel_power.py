@@ -18,7 +18,7 @@ import unittest
 import support
 import uml
 import writelog
-from support import BCOW, bcow, need, run, until
+from support import BCOW, bcow, need, run, sparse_file, until
 
 sys.path.insert(0, uml.HERE)
 import changes  # noqa: E402
@@ -67,8 +67,7 @@ class Power(unittest.TestCase):
         bcow("create", "-b", f"{made}/image.bcow", "--fs", "ext4", "-s", "1G", f"{made}/vm.bcow",
              env={"BCOW_VIEWS": self.path("views")})
         disk = self.path("host.img")
-        with open(disk, "wb") as file:
-            file.truncate(mebibytes * MIB)
+        sparse_file(disk, mebibytes * MIB)
         run("mkfs.ext4", "-q", "-F", "-d", made, disk, timeout=SECONDS)
         shutil.rmtree(made)
         return disk
@@ -77,8 +76,7 @@ class Power(unittest.TestCase):
         host = self.host_file_system(192)
         disk, log = self.path("disk.img"), self.path("log.img")
         run("cp", "--sparse=always", host, disk)
-        with open(log, "wb") as file:
-            file.truncate(1 << 30)
+        sparse_file(log, 1 << 30)
         uml.boot([
             step("load", modules=MODULES + LOGGING),
             step("log_writes", device="/dev/ubda", log="/dev/ubdb", name=LOGGED),

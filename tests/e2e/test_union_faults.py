@@ -16,8 +16,8 @@ import tempfile
 
 import syscalls
 from promises import promise
-from support import (UNPRIVILEGED, assert_refused, bcow, flip, is_mounted, overwrite, read_bytes,
-                     read_text, run, until, write_file)
+from support import (UNPRIVILEGED, append_to, assert_refused, bcow, flip, is_mounted, overwrite,
+                     read_bytes, read_text, run, until, write_file)
 from union import UnionCase
 
 BIG = "d2/big"
@@ -116,8 +116,8 @@ class Refusals(UnionCase):
         self.assertEqual(self.read("kept"), b"kept")
         self.mount.kill()
         run("umount", "-l", self.where)
-        with open(os.path.join(self.upper, ".bcow", "volatile"), "w") as file:
-            file.write("11111111-2222-3333-4444-555555555555\n")
+        write_file(os.path.join(self.upper, ".bcow", "volatile"),
+                   "11111111-2222-3333-4444-555555555555\n")
         self.refused(self.upper, "upper", r"(?i)volatile")
 
 
@@ -535,8 +535,7 @@ class LastFlush(UnionCase):
         # The kernel reports the error to the first process that syncs the file system: here the
         # mount's background.
         for number in range(4):
-            with open(self.at("many", f"entry-{number:03}"), "ab", buffering=0) as file:
-                file.write(b"copied")
+            append_to(self.at("many", f"entry-{number:03}"), b"copied")
         marked = [os.path.join(self.upper, "many", f"entry-{number:03}") for number in range(4)]
         until(lambda: not any("trusted.overlay.metacopy" in os.listxattr(path) for path in marked),
               "the copies are whole")

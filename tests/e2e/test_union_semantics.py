@@ -25,7 +25,7 @@ import syscalls
 import tree
 from promises import promise
 from subjects import content
-from support import overwrite, read_bytes, run, write_file
+from support import append_to, overwrite, read_bytes, run, sparse_file, write_file
 from union import UnionCase
 
 ROOT, ALICE, BOB = (0, 0), (1000, 1000), (1001, 1001)
@@ -560,8 +560,7 @@ class Names(UnionCase):
         self.assert_error("ENAMETOOLONG", os.stat, self.at("x" * 256))
         # A name of that length in the image can still be changed, renamed and removed.
         long = "d2/" + "n" * 255
-        with open(self.at(long), "ab") as file:
-            file.write(b"more")
+        append_to(self.at(long), b"more")
         os.rename(self.at(long), self.at("e" * 255))
         self.remount()
         self.assertEqual(self.read("e" * 255), b"n" * 255 + b"more")
@@ -977,8 +976,7 @@ class Attributes(UnionCase):
         memory = os.path.join(self.mount.directory, "noting")
         os.mkdir(memory)
         disk = os.path.join(self.mount.directory, "noting.ext4")
-        with open(disk, "wb") as file:
-            file.truncate(32 << 20)
+        sparse_file(disk, 32 << 20)
         support.run("mkfs.ext4", "-q", "-F", disk)
         support.run("mount", "-o", "loop,strictatime", disk, memory)
         self.addCleanup(support.run, "umount", "-l", memory)

@@ -18,8 +18,8 @@ import tempfile
 import unittest
 
 import support
-from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, flip, for_everyone,
-                     is_mounted, need, overwrite, read_bytes, run, until, write_file)
+from support import (UNPRIVILEGED, WORK, append_to, assert_refused, assert_same_tree, bcow, flip,
+                     for_everyone, is_mounted, need, overwrite, read_bytes, run, until, write_file)
 import tree
 
 OVERLAY = "metacopy=on,redirect_dir=on,index=off,xino=off"
@@ -67,8 +67,7 @@ def make_lower(top):
 
 def change(top):
     """Typical changes of a container."""
-    with open(f"{top}/etc/config", "ab") as file:
-        file.write(b"two\n")
+    append_to(f"{top}/etc/config", b"two\n")
     os.setxattr(f"{top}/etc/config", "user.new", b"\0binary\xff")
     os.removexattr(f"{top}/etc/config", "user.dropped")
     os.chmod(f"{top}/etc/setuid", 0o755)
@@ -383,8 +382,7 @@ class OfBcow(Uppers, unittest.TestCase):
         upper = self.path("second-upper")
         shutil.rmtree(upper, ignore_errors=True)
         with support.mounted(f"oci:{layout}:stack", "--upper", upper) as where:
-            with open(f"{where}/etc/unchanged", "ab") as file:
-                file.write(b"changed after all")
+            append_to(f"{where}/etc/unchanged", b"changed after all")
             os.unlink(f"{where}/holes")
         bcow("commit", f"oci:{layout}:stack", "--upper", upper, f"oci:{layout}:third", env=EPOCH)
         before, after = (json.loads(run("skopeo", "inspect", "--raw", f"oci:{layout}:{name}").out)
