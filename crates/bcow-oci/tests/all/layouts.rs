@@ -79,7 +79,10 @@ fn a_single_image_for_another_platform_is_used_unless_a_platform_is_given() {
     layout.list(image, None);
     assert!(convert_with(&layout.source(None), &options()).is_ok());
     let failure = convert_with(&layout.source(None), &for_platform("linux/amd64"));
-    insta::assert_snapshot!(message(failure));
+    insta::assert_snapshot!(message(failure), @r"
+    TMP has no image for platform linux/amd64
+    hint: choose one with --platform: plan9/mips
+    ");
 }
 
 #[test]
@@ -103,7 +106,12 @@ fn a_name_or_digest_selects_an_image_without_guessing() {
     );
     messages.push(message(convert(None)));
     messages.push(message(convert(Some("three"))));
-    insta::assert_snapshot!(messages.join("\n"));
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    TMP has several images
+    hint: available: one, two
+    TMP has no image "three"
+    hint: available: one, two
+    "#);
 }
 
 #[test]
@@ -412,7 +420,6 @@ fn docker_archive() -> Tar {
 
 #[test]
 fn docker_archives_are_understood() {
-    let mut messages = Vec::new();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("saved.tar");
     std::fs::write(&file, docker_archive().done()).unwrap();
@@ -429,9 +436,11 @@ fn docker_archives_are_understood() {
         assert_eq!(converted.report.entries, 3, "{reference:?}");
         assert_eq!(converted.report.layers.len(), 3);
     }
-    messages.push(message(convert(Some("nobox"))));
-    messages.push(message(convert(Some("@1"))));
-    insta::assert_snapshot!(messages.join("\n"));
+    for absent in ["nobox", "@1"] {
+        let hint = "hint: available: example.test/tools/box:latest, box:1";
+        let expected = format!("TMP/saved.tar has no image {absent:?}\n{hint}");
+        assert_eq!(message(convert(Some(absent))), expected);
+    }
 }
 
 #[test]
