@@ -241,6 +241,9 @@ pub fn show(args: &[&str], output: &Output) -> String {
 
 /// Compares with a snapshot, with everything filtered out that may change.
 macro_rules! snapshot {
+    ($text:expr, @$expected:literal) => {
+        $crate::support::settings().bind(|| insta::assert_snapshot!($text, @$expected))
+    };
     ($text:expr) => {
         $crate::support::settings().bind(|| insta::assert_snapshot!($text))
     };
