@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use bcow_oci::{ConvertError, LayoutOptions, LayoutPlace, Source, TarInput, convert_to_layout};
+use bcow_testkit::changed;
 use serde_json::json;
 
 use crate::support::{
@@ -289,10 +290,7 @@ fn a_conversion_can_be_stopped() {
 
 /// The options of a conversion of the files as they are.
 fn as_files() -> bcow_oci::ConvertOptions {
-    bcow_oci::ConvertOptions {
-        as_files: true,
-        ..options()
-    }
+    changed(options(), |new| new.as_files = true)
 }
 
 #[test]

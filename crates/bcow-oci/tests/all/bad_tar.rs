@@ -3,6 +3,7 @@
 use bcow_oci::{ConvertOptions, Limits, Source, TarInput, convert};
 
 use crate::support::{Warnings, convert_tar, convert_tar_with, gzip, message, options};
+use bcow_testkit::changed;
 use bcow_testkit::tar::{GNU, Header, Tar, record, seal};
 
 fn refused(tar: &[u8]) -> String {
@@ -231,27 +232,18 @@ fn bad_sparse_files_are_refused() {
 #[test]
 fn limits_hold() {
     let limited = |limits: Limits, tar: &[u8]| {
-        let options = ConvertOptions {
-            limits,
-            ..options()
-        };
+        let options = changed(options(), |new| new.limits = limits);
         message(convert_tar_with(tar, &options)).replace("TMP/in.tar", "in.tar")
     };
     let many = (0..20)
         .fold(Tar::new(), |tar, i| tar.file(format!("a/b/{i}"), ""))
         .done();
-    let max_entries = Limits {
-        max_entries: 10,
-        ..Limits::default()
-    };
+    let max_entries = changed(Limits::default(), |new| new.max_entries = 10);
     insta::assert_snapshot!(limited(max_entries, &many), @r#"
     in.tar, entry "a/b/8": too many entries: 11, the limit is 10
     hint: if you trust the input, raise the limit with --max-entries
     "#);
-    let max_bytes = Limits {
-        max_bytes: 1 << 20,
-        ..Limits::default()
-    };
+    let max_bytes = changed(Limits::default(), |new| new.max_bytes = 1 << 20);
     let zeros = Tar::new().file("zeros", vec![0; 4 << 20]).done();
     insta::assert_snapshot!(limited(max_bytes, &gzip(&zeros)), @r"
     in.tar: too many uncompressed bytes (holes counted): 2097152, the limit is 1048576
@@ -308,10 +300,7 @@ fn warned(tar: &[u8], options: &ConvertOptions) -> (Vec<String>, String) {
 #[test]
 fn truncated_archives_are_accepted_on_request_and_empty_ones_never() {
     let (tar, [empty, one, two]) = two_entries();
-    let truncated = ConvertOptions {
-        allow_truncated: true,
-        ..options()
-    };
+    let truncated = changed(options(), |new| new.allow_truncated = true);
     let whole = warned(&tar, &options());
     assert_eq!(whole.0, [""; 0]);
     let (warnings, lines) = warned(&tar[..two], &truncated);

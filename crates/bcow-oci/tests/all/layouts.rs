@@ -1,6 +1,7 @@
 //! The selection of an image in a layout or archive.
 
 use bcow_oci::{ConvertOptions, Digest, Limits, Platform};
+use bcow_testkit::changed;
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -180,10 +181,7 @@ fn sha512_digests_are_understood() {
 #[test]
 fn the_metadata_records_the_image_and_neither_its_place_nor_the_host() {
     let layout = Layout::of(&[layer("x")]);
-    let options = ConvertOptions {
-        source_date_epoch: Some(1_700_000_000),
-        ..options()
-    };
+    let options = changed(options(), |new| new.source_date_epoch = Some(1_700_000_000));
     let converted = convert_with(&layout.source(Some("test")), &options).unwrap();
     insta::assert_snapshot!(format!("{:#}", converted.metadata()));
 }
@@ -256,10 +254,7 @@ fn compressed_archives_of_images_are_decompressed() {
     };
     messages.push(message(convert(&gzip(&oci), &small)));
     messages.push(message(convert(b"\xfd7zXZ\0 and more", &options())));
-    let nowhere = ConvertOptions {
-        scratch: "/no/such/directory".into(),
-        ..options()
-    };
+    let nowhere = changed(options(), |new| new.scratch = "/no/such/directory".into());
     messages.push(message(convert(&gzip(&oci), &nowhere)));
     insta::assert_snapshot!(
         messages
