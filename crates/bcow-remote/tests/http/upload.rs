@@ -195,6 +195,15 @@ pub fn send(upload: &Upload, bytes: &Arc<Vec<u8>>) -> (Result<Pushed, RemoteErro
     (result, sent.into_inner().expect("no panic"))
 }
 
+/// Sends a blob, which arrives whole; returns the number of bytes that were counted as sent.
+fn arrives(server: &Server, state: &Mutex<State>) -> u64 {
+    let bytes = noise(LARGE);
+    let (result, sent) = send(&upload(server, Arc::new(Stranger), None), &bytes);
+    assert_eq!(result.expect("sent"), Pushed::Sent);
+    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    sent
+}
+
 pub fn noise(length: usize) -> Arc<Vec<u8>> {
     let mut state = length as u64;
     let next = || {
@@ -257,11 +266,7 @@ fn blob_of_another_repository_is_mounted() {
 fn upload_is_continued_where_the_connection_broke() {
     let cut = |asked: &Asked| (asked.number == 2).then_some(3 << 20);
     let (server, state) = start(Habits::default(), cut);
-    let bytes = noise(LARGE);
-    let (result, sent) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
-    assert_eq!(result.expect("sent"), Pushed::Sent);
-    assert_eq!(sent, LARGE as u64);
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    assert_eq!(arrives(&server, &state), LARGE as u64);
     let asked = server.asked();
     let again = asked.iter().filter(|asked| asked.method == "PATCH").nth(1);
     let range = again.expect("a second piece").header("content-range");
@@ -273,11 +278,7 @@ fn forgotten_upload_begins_again() {
     let cut = |asked: &Asked| (asked.number == 2).then_some(3 << 20);
     let habits = habits(|new| new.forgets = true);
     let (server, state) = start(habits, cut);
-    let bytes = noise(LARGE);
-    let (result, sent) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
-    assert_eq!(result.expect("sent"), Pushed::Sent);
-    assert_eq!(sent, LARGE as u64);
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    assert_eq!(arrives(&server, &state), LARGE as u64);
 }
 
 #[test]
@@ -362,10 +363,7 @@ fn broken_piece_has_not_arrived_if_the_registry_does_not_count_it() {
             }
         },
     );
-    let bytes = noise(LARGE);
-    let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
-    assert_eq!(result.expect("sent"), Pushed::Sent);
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    arrives(&server, &state);
     let methods = methods(&server);
     assert_eq!(methods[..4], ["HEAD", "POST", "PATCH", "GET"]);
     assert_eq!(methods[4], "PATCH", "{methods:?}");
@@ -400,10 +398,7 @@ fn registry_that_takes_no_pieces_gets_the_blob_whole() {
     for status in [400, 405, 416, 501] {
         let habits = habits(|new| new.patch = Some(status));
         let (server, state) = start(habits, |_| None);
-        let bytes = noise(LARGE);
-        let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
-        assert_eq!(result.expect("sent"), Pushed::Sent, "{status}");
-        assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+        arrives(&server, &state);
     }
 }
 
@@ -591,10 +586,7 @@ fn registry_that_limits_requests_gets_pieces_of_full_length() {
         let mut state = shared.lock().expect("no panic");
         answer(asked, Habits::default(), &mut state)
     });
-    let bytes = noise(LARGE);
-    let here = upload(&server, Arc::new(Stranger), None);
-    send(&here, &bytes).0.expect("sent");
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    arrives(&server, &state);
     assert_eq!(*lengths.lock().expect("no panic"), [LARGE; 7]);
 }
 
