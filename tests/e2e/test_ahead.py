@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import unittest
 
 import test_remote
 from support import (BCOW, READER, Scratch, assert_refused, bcow, is_mounted, mounted, need,
@@ -448,7 +447,3 @@ class Listed(Ahead):
                 self.assertEqual(self.begin(where), self.begin(self.tree))
             finally:
                 bcow("umount", where, timeout=TIMEOUT)
-
-
-if __name__ == "__main__":
-    unittest.main()

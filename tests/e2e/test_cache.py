@@ -12,7 +12,6 @@ import signal
 import subprocess
 import tempfile
 import time
-import unittest
 
 import test_remote
 from support import assert_refused, assert_same_tree, overwrite, read_bytes, run, until, write_file
@@ -196,7 +195,3 @@ class Cache(test_remote.WebCase):
             self.bcow("cache", "warm", url)
             self.assertLess(server.sent - sent, self.bytes * 0.9)
             run("cmp", self.cached(), self.image)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import tempfile
-import unittest
 
 from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, blob_path, blobs_of,
                      digest_in, mounted, overwrite, read_bytes, read_text, run, write_file)
@@ -281,7 +280,3 @@ class Copies(test_registries.WithRegistry):
                           check=False, timeout=TIMEOUT)
             assert_refused(self, failed, "do not match the Merkle tree")
             self.assertFalse(os.path.exists(self.at("bad.bcow")))
-
-
-if __name__ == "__main__":
-    unittest.main()

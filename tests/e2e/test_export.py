@@ -248,7 +248,3 @@ class LowerLinks(unittest.TestCase):
             for one in (expected, found):
                 one.pop(".")
             assert_same_tree(self, expected, found)
-
-
-if __name__ == "__main__":
-    unittest.main()

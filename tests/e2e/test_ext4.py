@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Disks that show an image as ext4 (`bcow create --fs ext4`).
 
 The judges are e2fsck, the kernel's ext4, and the tree that umoci unpacks. Their device is a loop
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import unittest
 
 from support import (READER, TOP, WORK, Scratch, append_to, assert_refused, assert_same_tree, bcow,
                      converted, flip, need, overwrite, read_bytes, read_text, run, served,
@@ -401,7 +399,3 @@ class Ext4(Scratch):
                     assert_same_tree(self, expected, where)
                 run("e2fsck", "-fn", raw)
                 os.unlink(raw)
-
-
-if __name__ == "__main__":
-    unittest.main()

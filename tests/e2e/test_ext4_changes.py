@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """`bcow diff` and `bcow commit` of disks that show an image as ext4.
 
 The judge is the tree that the kernel shows of the same disk, and the tree that umoci unpacks of a
@@ -483,7 +482,3 @@ class Changes(Scratch):
             self.assertIn(result.code, (0, 1, 2), str(result))
             self.assertNotIn(b"panicked", result.err)
             self.assertLess(result.peak_bytes, support.PEAK_BYTES)
-
-
-if __name__ == "__main__":
-    unittest.main()

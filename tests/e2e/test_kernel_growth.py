@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Disks and uppers with the kernel driver that grow while they are mounted.
 
 Linux lets only CAP_SYS_RESOURCE grow an ext4, which a container may lack: User-Mode Linux has it.
@@ -52,8 +51,7 @@ class Disks(KernelDriver):
                 run("dd", "if=/dev/urandom", f"of={where}/data", "bs=1M", "count=20", "conv=fsync",
                     "status=none", timeout=SECONDS)
                 digest = run("sha256sum", f"{where}/data", timeout=SECONDS).out.split()[0]
-                self.umount(where)
-                self.assert_ended()
+                self.end(where)
                 raw = self.path("check.raw")
                 bcow("convert", disk, f"raw:{raw}", timeout=SECONDS)
                 self.assertEqual(os.path.getsize(raw), 3 * GIBIBYTE)
@@ -83,8 +81,7 @@ class Disks(KernelDriver):
         self.umount(where)
         self.mount(disk, where, "-o", "ro")
         assert_refused(self, bcow("resize", where, "+1G", check=False), "is mounted read-only")
-        self.umount(where)
-        self.assert_ended()
+        self.end(where)
         # Without the mount, the disk alone changes.
         bcow("resize", disk, "+1M")
         self.mount(image, where)
@@ -92,8 +89,7 @@ class Disks(KernelDriver):
         self.umount(where)
         self.mount(image, where, "--driver", "kernel")
         assert_refused(self, bcow("resize", where, "+1M", check=False), "is mounted read-only")
-        self.umount(where)
-        self.assert_ended()
+        self.end(where)
         assert_refused(self, bcow("resize", where, "+1M", check=False), "no mount or upper")
         assert_refused(self, bcow("resize", "/proc", "+1M", check=False), "type proc")
 
@@ -116,8 +112,7 @@ class Uppers(KernelUpper):
         # The size that it has is no growth.
         self.continue_("-s", "1G")
         self.assertEqual(self.stats(self.where)["disk"]["size_bytes"], GIBIBYTE)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         self.assert_upper_clean()
 
 
@@ -203,7 +198,3 @@ class Guest(unittest.TestCase):
             self.assertEqual(run("e2fsck", "-fn", raw, timeout=SECONDS).code, 0)
         finally:
             run("umount", mounted, timeout=SECONDS)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Power cuts and memory pressure below a mount with the kernel driver.
 
 In User-Mode Linux a disk that shows an image lies on ext4 on dm-log-writes, which records each
@@ -140,7 +139,3 @@ class Power(unittest.TestCase):
             step("command", arguments=[BCOW, "fsck", "--data", f"{HOST}/vm.bcow"]),
         ], disks=[disk], memory="96M", timeout=600)
         self.assertLess(memory, FLOOD * MIB / 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -197,7 +197,3 @@ class Merge(unittest.TestCase):
             failed = [message for message in pool.map(check, seeds) if message]
         self.assertEqual(failed, [],
                          f"{len(failed)} of {len(seeds)} sequences:\n" + "\n\n".join(failed[:5]))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shutil
-import unittest
 
 import test_registries
 import test_remote
@@ -228,7 +227,3 @@ class Offline(Images):
             failed = self.bcow("ls", url, check=False)
             self.assertEqual(failed.code, 1)
             self.assertIn(b"the cache has no record", failed.err)
-
-
-if __name__ == "__main__":
-    unittest.main()

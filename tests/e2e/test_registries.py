@@ -649,7 +649,3 @@ class Registries(WithRegistry):
         failed = self.bcow("convert", f"tar:{small}", self.name("x") + "@sha256:" + "0" * 64,
                            check=False)
         assert_refused(self, failed, "follows from its content", code=2)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,7 +5,6 @@ the length of the tests.
 """
 
 import json
-import unittest
 
 from support import (PEAK_BYTES, Scratch, assert_same_tree, bcow, blobs_of, converted, digest_in,
                      mounted, need, run, skopeo_copy)
@@ -51,7 +50,3 @@ class Registry(Scratch):
 
     def test_conversion_stays_within_its_memory(self):
         self.assertLess(self.peak_bytes, PEAK_BYTES)
-
-
-if __name__ == "__main__":
-    unittest.main()

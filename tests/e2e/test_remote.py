@@ -503,7 +503,3 @@ class Registry(RemoteCase):
         os.truncate(largest, len(whole) - 20_000)
         self.bcow("fsck", "--repair", "--from", self.name, f"oci:{broken}:tag", check=False)
         self.assertTrue(read_bytes(largest) == whole, "the layer")
-
-
-if __name__ == "__main__":
-    unittest.main()

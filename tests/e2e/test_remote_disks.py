@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import tempfile
-import unittest
 
 import test_remote
 from support import (assert_refused, bcow, need, overwrite, read_bytes, read_text, run, served,
@@ -158,7 +157,3 @@ class Disks(test_remote.WebCase):
                 self.bcow("commit", name, "--upper", upper, layer)
                 with self.mounted(name, "--layer", layer) as where:
                     self.assertFalse(os.path.exists(os.path.join(where, "dir-4/file")))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -15,7 +15,6 @@ import subprocess
 import tarfile
 import tempfile
 import time
-import unittest
 import urllib.parse
 
 import web
@@ -203,7 +202,3 @@ class Start(Scratch):
                      for name in ("SSL_CERT_FILE", "AWS_CA_BUNDLE")}) as address:
             self.push(address)
             self.start_change_push(address)
-
-
-if __name__ == "__main__":
-    unittest.main()

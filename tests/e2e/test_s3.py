@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import unittest
 import urllib.parse
 
 import test_remote
@@ -690,7 +689,3 @@ class Bucket(test_remote.WebCase):
             kept = os.path.join(posix, "blobs/docker/registry/v2/blobs/sha256")
             for digest, path in blobs_of(layout).items():
                 run("cmp", path, os.path.join(kept, digest[:2], digest, "data"), timeout=TIMEOUT)
-
-
-if __name__ == "__main__":
-    unittest.main()

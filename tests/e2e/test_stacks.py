@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A Debian image stored layer by layer: every reader of the stack finds the tree that umoci
 unpacks."""
 
@@ -6,7 +5,6 @@ import json
 import os
 import sys
 import tempfile
-import unittest
 
 from support import (READER, WORK, Scratch, assert_same_tree, assert_second_reader_agrees, bcow,
                      blob_path, is_mounted, manifest_in, mounted, need, need_kernel, run)
@@ -76,7 +74,3 @@ class Stacks(Scratch):
             stack = self.blobs(kind)[-1]
             run(os.environ.get("BCOW_PYTHON", sys.executable), READER, "check", stack)
             assert_second_reader_agrees(self, self.name(kind), stack, "--store", self.layout)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -670,7 +670,3 @@ class Rootless(unittest.TestCase):
         found = bcow("diff", after, flat, check=False)
         self.assertEqual((found.code, found.out), (0, b""), str(found))
         self.assertIn(b"4711", bcow("ls", "--json", flat, "/etc/config").out)
-
-
-if __name__ == "__main__":
-    unittest.main()
