@@ -26,7 +26,7 @@ import time
 
 import support
 import syscalls
-from support import BCOW, bcow, is_mounted, need, run, write_file
+from support import BCOW, bcow, is_mounted, need, run, sparse_file, write_file
 
 KINDS = ("bcow",)
 KERNEL = "bcow+driver=kernel"
@@ -361,8 +361,7 @@ def plant(top):
             file.seek(offset)
             file.write(content(offset, 9000))
         file.truncate(2_000_000)
-    with open(at("d2/hollow"), "wb") as file:
-        file.truncate(300_000)
+    sparse_file(at("d2/hollow"), 300_000)
     for first, *others in (("d0/pair", "d1/pair"), ("d2/three", "d0/sub/three", "three")):
         write_file(at(first), content(first, 90_000 if others[-1] == "three" else 500))
         for other in others:

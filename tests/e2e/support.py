@@ -85,17 +85,53 @@ def read_json(path):
     return json.loads(read_bytes(path))
 
 
+def blob_path(layout, digest):
+    return os.path.join(layout, "blobs", *digest.split(":"))
+
+
+def blobs_of(layout):
+    """The paths of the blobs of a layout, by the hexadecimal digest."""
+    return {name: blob_path(layout, f"sha256:{name}")
+            for name in os.listdir(os.path.join(layout, "blobs", "sha256"))}
+
+
+def digest_in(layout, tag="tag"):
+    """The digest of the manifest with this name in a layout."""
+    entries = read_json(os.path.join(layout, "index.json"))["manifests"]
+    (found,) = [entry["digest"] for entry in entries
+                if entry.get("annotations", {}).get("org.opencontainers.image.ref.name") == tag]
+    return found
+
+
+def manifest_in(layout, tag="tag"):
+    return read_json(blob_path(layout, digest_in(layout, tag)))
+
+
 def write_file(path, data):
     """Writes text or bytes into a new or an empty file."""
     with open(path, "w" if isinstance(data, str) else "wb") as file:
         file.write(data)
 
 
-def overwrite(path, at, data):
-    """Writes bytes into an existing file."""
+def append_to(path, data):
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+def sparse_file(path, size):
+    """Makes an empty file of this size."""
+    with open(path, "wb") as file:
+        file.truncate(size)
+
+
+def overwrite(path, at, data, sync=False):
+    """Writes bytes into an existing file, with one system call unless they are many."""
     with open(path, "r+b") as file:
         file.seek(at)
         file.write(data)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def flip(path, *places):
@@ -196,6 +232,13 @@ def is_mounted(where):
 def set_environment(case, **variables):
     """Sets variables of the environment for the tests of a class."""
     case.enterClassContext(unittest.mock.patch.dict(os.environ, variables))
+
+
+def skopeo_copy(source, destination, auth=None):
+    """Copies an image, also from and to servers without TLS."""
+    return run("skopeo", "--insecure-policy", "copy", "--src-tls-verify=false",
+               "--dest-tls-verify=false", *(("--authfile", auth) if auth else ()), source,
+               destination)
 
 
 @contextlib.contextmanager

@@ -18,11 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-import unittest
 
 import test_remote
 from support import (BCOW, READER, Scratch, assert_refused, bcow, is_mounted, mounted, need,
-                     read_bytes, read_text, run, until, write_file)
+                     overwrite, read_bytes, read_text, run, until, write_file)
 from web import plain_registry
 
 TIMEOUT = 60
@@ -339,8 +338,7 @@ class Listed(Ahead):
     def test_mount_with_an_upper_records_what_is_read_below_it(self):
         trace, upper = self.path("writable"), self.path("upper")
         with mounted(self.image, "--upper", upper, "--record", trace) as where:
-            with open(os.path.join(where, "file-05"), "r+b") as file:
-                file.write(b"changed")
+            overwrite(os.path.join(where, "file-05"), 0, b"changed")
             write_file(os.path.join(where, "new"), b"new")
             self.begin(where)
         # A write to a part of a block reads the rest of it.
@@ -449,7 +447,3 @@ class Listed(Ahead):
                 self.assertEqual(self.begin(where), self.begin(self.tree))
             finally:
                 bcow("umount", where, timeout=TIMEOUT)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -4,7 +4,6 @@ readers when it is full, shared by many processes, evicted, or deleted.
 The server is that of test_remote.py. Every command and every wait has a time limit.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -13,10 +12,9 @@ import signal
 import subprocess
 import tempfile
 import time
-import unittest
 
 import test_remote
-from support import BCOW, assert_refused, assert_same_tree, overwrite, run, until, write_file
+from support import assert_refused, assert_same_tree, overwrite, read_bytes, run, until, write_file
 
 TIMEOUT = test_remote.TIMEOUT
 
@@ -141,20 +139,15 @@ class Cache(test_remote.WebCase):
         with self.server() as server:
             url = server.url("image.bcow")
             names = [f"/dir-{n % 40}/file-{n % 20}" for n in range(200)]
-            environment = {**os.environ, **self.env}
             # A process waits a quarter of this for one that makes no progress.
-            running = [subprocess.Popen([BCOW, "cat", "--server-timeout", "1200", "--root-hash",
-                                         self.root, url, name],
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, env=environment)
+            running = [self.started("cat", "--server-timeout", "1200", "--root-hash", self.root,
+                                    url, name, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
                        for name in names]
             try:
                 for name, process in zip(names, running):
                     out, err = process.communicate(timeout=4 * TIMEOUT)
                     self.assertEqual(process.returncode, 0, err.decode())
-                    with open(self.tree + name, "rb") as own:
-                        self.assertEqual(hashlib.sha256(out).digest(),
-                                         hashlib.sha256(own.read()).digest(), name)
+                    self.assertTrue(out == read_bytes(self.tree + name), name)
             finally:
                 for process in running:
                     if process.poll() is None:
@@ -169,14 +162,12 @@ class Cache(test_remote.WebCase):
 
     def test_killed_processes_leave_a_cache_that_is_right_or_fetched_again(self):
         rng = random.Random(3)
-        environment = {**os.environ, **self.env}
         with self.server() as server:
             url = server.url("image.bcow")
             killed = 0
             for _ in range(12):
-                process = subprocess.Popen([BCOW, "cache", "warm", url], env=environment,
-                                           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                           stderr=subprocess.DEVNULL)
+                process = self.started("cache", "warm", url, stdout=subprocess.DEVNULL,
+                                       stderr=subprocess.DEVNULL)
                 sent, wanted = server.sent, rng.randrange(self.bytes // 8)
                 until(lambda: process.poll() is not None or server.sent - sent >= wanted,
                       "the fetch is under way")
@@ -189,13 +180,11 @@ class Cache(test_remote.WebCase):
             self.assertEqual(self.verified()["damaged_bytes"], 0)
 
     def test_interrupted_warm_keeps_what_arrived(self):
-        environment = {**os.environ, **self.env}
         with self.server() as server:
             url = server.url("image.bcow")
             server.pause = 0.1
-            process = subprocess.Popen([BCOW, "cache", "warm", "--connections", "1", url],
-                                       env=environment, stdin=subprocess.DEVNULL,
-                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            process = self.started("cache", "warm", "--connections", "1", url,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             until(lambda: server.sent > self.bytes // 4, "a quarter of the image is fetched")
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=TIMEOUT)
@@ -206,7 +195,3 @@ class Cache(test_remote.WebCase):
             self.bcow("cache", "warm", url)
             self.assertLess(server.sent - sent, self.bytes * 0.9)
             run("cmp", self.cached(), self.image)
-
-
-if __name__ == "__main__":
-    unittest.main()

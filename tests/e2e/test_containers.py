@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import unittest
 
 import support
 from support import bcow, converted, is_mounted, need, read_json, run, write_file
@@ -273,7 +272,3 @@ class Containers(support.Scratch):
                                        "as_postgres reindexdb --all --quiet"))
         data.remount()
         self.assertIn("\nt\n", session(""))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -7,14 +7,13 @@ test_remote, and skopeo is the peer. Every command and every wait has a time lim
 import json
 import os
 import shutil
-import ssl
 import tempfile
-import unittest
 
-from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, mounted, overwrite,
-                     read_bytes, read_text, run, write_file)
+from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, blob_path, blobs_of,
+                     digest_in, mounted, overwrite, read_bytes, read_text, run, write_file)
 import test_registries
 from test_remote import Server
+from web import tls
 
 TIMEOUT = 240
 
@@ -23,8 +22,7 @@ class Copies(test_registries.WithRegistry):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        cls.context.load_cert_chain(cls.path("leaf.pem"), cls.path("leaf.key"))
+        cls.context = tls(cls.directory)
         cls.served = cls.path("served")
         os.mkdir(cls.served)
         cls.file = os.path.join(cls.served, "image.bcow")
@@ -45,18 +43,14 @@ class Copies(test_registries.WithRegistry):
         report = json.loads(self.copy("--json", *arguments).out)
         return sum(blob["copied_bytes"] for blob in report["blobs"])
 
-    def blobs(self, layout):
-        directory = os.path.join(layout, "blobs", "sha256")
-        return {name: os.path.join(directory, name) for name in os.listdir(directory)}
-
     def assert_same_blobs(self, first, second):
-        one, two = self.blobs(first), self.blobs(second)
+        one, two = blobs_of(first), blobs_of(second)
         self.assertEqual(set(one), set(two))
         for name in one:
             run("cmp", one[name], two[name])
 
     def test_image_goes_through_every_place_and_keeps_its_digest(self):
-        digest = self.digest(self.layout)
+        digest = digest_in(self.layout)
         first, second = self.name("copied"), self.name("copied-again")
         self.assertGreater(self.copied(f"oci:{self.layout}:tag", first), 1 << 20)
         self.assertEqual(self.copied(f"oci:{self.layout}:tag", first), 0)
@@ -67,22 +61,22 @@ class Copies(test_registries.WithRegistry):
         self.copy(f"oci-archive:{packed}:tag", second)
         for name in first, second:
             self.assertEqual(self.digest_in_registry(name)[0], digest)
-        self.assertEqual(self.digest(pulled), digest)
+        self.assertEqual(digest_in(pulled), digest)
         unpacked = self.at("unpacked")
-        self.skopeo("copy", f"oci-archive:{packed}:tag", f"oci:{unpacked}:tag")
-        self.assertEqual(self.digest(unpacked), digest)
+        self.skopeo(f"oci-archive:{packed}:tag", f"oci:{unpacked}:tag")
+        self.assertEqual(digest_in(unpacked), digest)
         with mounted(f"oci:{pulled}:tag") as where:
             assert_same_tree(self, self.reference, where)
 
     def test_skopeo_and_bcow_copy_the_same_image_back_and_forth(self):
-        digest = self.digest(self.layout)
-        self.skopeo("copy", f"oci:{self.layout}:tag", self.name("by-skopeo"))
+        digest = digest_in(self.layout)
+        self.skopeo(f"oci:{self.layout}:tag", self.name("by-skopeo"))
         here, back = self.at("here"), self.at("back")
         self.copy(self.name("by-skopeo"), f"oci:{here}:tag")
         self.copy(f"oci:{here}:tag", self.name("by-bcow"))
-        self.skopeo("copy", self.name("by-bcow"), f"oci:{back}:tag")
+        self.skopeo(self.name("by-bcow"), f"oci:{back}:tag")
         for layout in here, back:
-            self.assertEqual(self.digest(layout), digest)
+            self.assertEqual(digest_in(layout), digest)
             self.assert_same_blobs(self.layout, layout)
         self.assertLess(self.copied(self.name("by-skopeo"), f"oci:{here}:other"), 1 << 16)
 
@@ -90,7 +84,7 @@ class Copies(test_registries.WithRegistry):
         self.copy(f"oci:{self.layout}:tag", self.name("origin"))
         self.assertEqual(self.copied(self.name("origin"), self.name("mounted")), 0)
         self.assertEqual(self.digest_in_registry(self.name("mounted"))[0],
-                         self.digest(self.layout))
+                         digest_in(self.layout))
 
     def test_file_is_fetched_from_a_web_server_byte_for_byte(self):
         target = self.at("fetched.bcow")
@@ -135,11 +129,11 @@ class Copies(test_registries.WithRegistry):
     def test_interrupted_copy_into_a_layout_is_completed(self):
         name, layout = self.name("interrupted"), self.at("layout")
         self.copy(f"oci:{self.layout}:tag", name)
-        blobs = self.blobs(self.layout)
+        blobs = blobs_of(self.layout)
         largest = max(blobs, key=lambda blob: os.path.getsize(blobs[blob]))
         size = os.path.getsize(blobs[largest])
-        os.makedirs(os.path.join(layout, "blobs", "sha256"))
-        partial = os.path.join(layout, "blobs", "sha256", f".{largest}.partial")
+        partial = blob_path(layout, f"sha256:.{largest}.partial")
+        os.makedirs(os.path.dirname(partial))
         with open(blobs[largest], "rb") as whole, open(partial, "wb") as out:
             out.write(whole.read(size * 3 // 4))
         report = json.loads(self.copy("--json", name, f"oci:{layout}:tag").out)
@@ -156,10 +150,10 @@ class Copies(test_registries.WithRegistry):
         run("cmp", back, self.file)
         listed = bcow("ls", "-R", name, env=self.env, timeout=TIMEOUT).out
         self.assertEqual(listed, bcow("ls", "-R", self.file, timeout=TIMEOUT).out)
-        self.assertEqual(self.digest_in_registry(name)[0], self.digest(layout))
+        self.assertEqual(self.digest_in_registry(name)[0], digest_in(layout))
         pulled = self.at("by-skopeo")
-        self.skopeo("copy", name, f"oci:{pulled}:tag")
-        self.assertEqual(self.digest(pulled), self.digest(layout))
+        self.skopeo(name, f"oci:{pulled}:tag")
+        self.assertEqual(digest_in(pulled), digest_in(layout))
 
     def test_commit_goes_into_the_registry_with_the_files_below_it(self):
         upper, merged = self.at("upper"), self.at("merged.bcow")
@@ -181,7 +175,7 @@ class Copies(test_registries.WithRegistry):
     def test_damaged_source_is_an_error_and_leaves_nothing(self):
         layout, target = self.at("damaged"), self.at("target")
         shutil.copytree(self.layout, layout)
-        blobs = self.blobs(layout)
+        blobs = blobs_of(layout)
         largest = max(blobs, key=lambda blob: os.path.getsize(blobs[blob]))
         overwrite(blobs[largest], os.path.getsize(blobs[largest]) // 2, b"damage")
         failed = self.copy(f"oci:{layout}:tag", f"oci:{target}:tag", check=False)
@@ -224,7 +218,7 @@ class Copies(test_registries.WithRegistry):
         with mounted(self.file, "--upper", upper) as where:
             write_file(os.path.join(where, "new-file"), "written\n")
         bcow("commit", self.file, "--upper", upper, layer, timeout=TIMEOUT)
-        self.skopeo("copy", self.source, self.name("ordinary"))
+        self.skopeo(self.source, self.name("ordinary"))
         for source, target, message in (
                 (f"oci:{self.layout}:tag", self.at("x.bcow"), "the image has layers"),
                 (self.source, f"oci:{self.at('x')}", "is an ordinary OCI image"),
@@ -286,7 +280,3 @@ class Copies(test_registries.WithRegistry):
                           check=False, timeout=TIMEOUT)
             assert_refused(self, failed, "do not match the Merkle tree")
             self.assertFalse(os.path.exists(self.at("bad.bcow")))
-
-
-if __name__ == "__main__":
-    unittest.main()

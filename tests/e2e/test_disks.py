@@ -10,7 +10,7 @@ import tempfile
 import unittest
 
 from support import (BCOW, WORK, assert_refused, bcow, for_everyone, need, read_bytes, run,
-                     write_file)
+                     sparse_file, write_file)
 
 MEBIBYTE = 1 << 20
 # A tree of a real system for the file system in a disk. A larger one takes more time.
@@ -47,8 +47,7 @@ class Conversion(Directory):
 
     def test_a_real_disk_survives_conversions_unchanged(self):
         need("qemu-img", "mkfs.ext4", "e2fsck")
-        with open("disk.raw", "wb") as file:
-            file.truncate(DISK_BYTES)
+        sparse_file("disk.raw", DISK_BYTES)
         run("mkfs.ext4", "-q", "-d", TREE, "disk.raw")
         bcow("convert", "raw:disk.raw", "a.bcow")
         bcow("convert", "a.bcow", "qcow2:disk.qcow2")
@@ -74,8 +73,7 @@ class Conversion(Directory):
         run("qemu-img", "compare", "disk.raw", "again.raw")
 
     def test_holes_are_not_read(self):
-        with open("big.raw", "wb") as file:
-            file.truncate(4 << 40)
+        sparse_file("big.raw", 4 << 40)
         write("big.raw", b"in the middle", at=2 << 40)
         result = bcow("convert", "raw:big.raw", "big.bcow", timeout=60)
         self.assertLess(result.peak_bytes, 256 * MEBIBYTE)

@@ -7,7 +7,8 @@ import tempfile
 import unittest
 
 from support import (PEAK_BYTES, Scratch, assert_same_tree, assert_second_reader_agrees, bcow,
-                     converted, kernel_at_least, kernel_mounted, mounted, need, read_json, run)
+                     blob_path, converted, kernel_at_least, kernel_mounted, mounted, need,
+                     read_json, run, skopeo_copy)
 from test_merge import scratch, stack as overlays
 from sequences import NS, Entry
 import sequences
@@ -40,10 +41,9 @@ class Exported:
             shutil.rmtree(bundle)
 
     def manifest(self, layout):
-        def read(descriptor):
-            return read_json(os.path.join(layout, "blobs", *descriptor["digest"].split(":")))
-        manifest = read(read_json(os.path.join(layout, "index.json"))["manifests"][0])
-        return manifest, read(manifest["config"])
+        entry = read_json(os.path.join(layout, "index.json"))["manifests"][0]
+        manifest = read_json(blob_path(layout, entry["digest"]))
+        return manifest, read_json(blob_path(layout, manifest["config"]["digest"]))
 
     @classmethod
     def export(cls, source, layout, *options):
@@ -105,7 +105,7 @@ class Export(Exported, Scratch):
 
     def test_skopeo_takes_an_exported_image_and_it_converts_to_the_same_tree(self):
         copy = self.path("copy")
-        run("skopeo", "--insecure-policy", "copy", f"oci:{self.layers}:t", f"oci:{copy}:t")
+        skopeo_copy(f"oci:{self.layers}:t", f"oci:{copy}:t")
         again = self.path("copy.bcow")
         bcow("convert", f"oci:{copy}:t", again)
         bcow("diff", self.flat, again)
@@ -248,7 +248,3 @@ class LowerLinks(unittest.TestCase):
             for one in (expected, found):
                 one.pop(".")
             assert_same_tree(self, expected, found)
-
-
-if __name__ == "__main__":
-    unittest.main()

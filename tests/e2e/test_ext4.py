@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Disks that show an image as ext4 (`bcow create --fs ext4`).
 
 The judges are e2fsck, the kernel's ext4, and the tree that umoci unpacks. Their device is a loop
@@ -15,11 +14,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import unittest
 
-from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, converted,
-                     flip, need, read_bytes, read_text, run, served, set_environment, until,
-                     write_file)
+from support import (READER, TOP, WORK, Scratch, append_to, assert_refused, assert_same_tree, bcow,
+                     converted, flip, need, overwrite, read_bytes, read_text, run, served,
+                     set_environment, until, write_file)
 import tree
 import vm
 
@@ -122,8 +120,7 @@ class Ext4(Scratch):
             run("e2fsck", "-fn", device)
             with mounted(device) as where:
                 assert_same_tree(self, self.reference, where)
-                with open(f"{where}/etc/passwd", "ab") as file:
-                    file.write(b"guest:x:77:77::/:/bin/sh\n")
+                append_to(f"{where}/etc/passwd", b"guest:x:77:77::/:/bin/sh\n")
                 os.rename(f"{where}/bin", f"{where}/old")
                 os.mkdir(f"{where}/bin")
                 shutil.rmtree(f"{where}/usr/share/doc")
@@ -249,8 +246,7 @@ class Ext4(Scratch):
         self.assertTrue(is_made_again())
         os.chown(view, 65534, 65534)
         self.assertTrue(is_made_again())
-        with open(view, "r+b") as file:
-            file.write(b"x" * 1024)
+        overwrite(view, 0, b"x" * 1024)
         self.assertTrue(is_made_again())
         os.rename(view, view + ".away")
         os.symlink(view + ".away", view)
@@ -403,7 +399,3 @@ class Ext4(Scratch):
                     assert_same_tree(self, expected, where)
                 run("e2fsck", "-fn", raw)
                 os.unlink(raw)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """`bcow diff` and `bcow commit` of disks that show an image as ext4.
 
 The judge is the tree that the kernel shows of the same disk, and the tree that umoci unpacks of a
@@ -17,8 +16,9 @@ import unittest
 
 import support
 import test_upper
-from support import (UNPRIVILEGED, WORK, Scratch, assert_refused, assert_same_tree, bcow,
-                     for_everyone, need, overwrite, read_bytes, run, set_environment, until)
+from support import (UNPRIVILEGED, WORK, Scratch, append_to, assert_refused, assert_same_tree, bcow,
+                     for_everyone, need, overwrite, read_bytes, run, set_environment, sparse_file,
+                     until)
 from test_kernel_driver import LIBC, SECONDS
 from test_upper import EPOCH, write
 
@@ -155,8 +155,7 @@ class Changer:
 
     def append(self, new, directories, files, regular):
         if regular:
-            with open(self.rng.choice(regular), "ab") as file:
-                file.write(b"more")
+            append_to(self.rng.choice(regular), b"more")
 
     def truncate(self, new, directories, files, regular):
         if regular:
@@ -450,8 +449,7 @@ class Changes(Scratch):
             refused = self.diff()
             assert_refused(self, refused, "being written", "force-share", code=2)
         raw = self.path("anew.raw")
-        with open(raw, "wb") as file:
-            file.truncate(GIB)
+        sparse_file(raw, GIB)
         run("mkfs.ext4", "-q", "-F", "-N", "1000", raw)
         anew = self.path("anew.bcow")
         shutil.copy(self.disk, anew)
@@ -484,7 +482,3 @@ class Changes(Scratch):
             self.assertIn(result.code, (0, 1, 2), str(result))
             self.assertNotIn(b"panicked", result.err)
             self.assertLess(result.peak_bytes, support.PEAK_BYTES)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -3,7 +3,6 @@
 import os
 import sys
 import tempfile
-import unittest
 
 from support import (TOP, Scratch, assert_refused, bcow, flip, mounted, need, read_bytes, run,
                      served, write_file)
@@ -110,7 +109,3 @@ class Advice(Scratch):
         differs = [at for at in range(0, len(content), 65536)
                    if got[at:at + 65536] != content[at:at + 65536]]
         self.assertEqual(len(differs), 1, differs)
-
-
-if __name__ == "__main__":
-    unittest.main()

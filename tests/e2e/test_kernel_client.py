@@ -232,7 +232,3 @@ class KernelClients(unittest.TestCase):
 
 def sha256(path):
     return run("sha256sum", path).out.split()[0]
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -24,7 +24,7 @@ import support
 import syscalls
 import test_remote
 from support import (assert_refused, bcow, is_mounted, need, overwrite, read_bytes, read_text, run,
-                     until, write_file)
+                     sparse_file, until, write_file)
 
 MEBIBYTE = 1 << 20
 # fsx comes from crates.io; a run has this number of operations.
@@ -155,8 +155,7 @@ class KernelDriver(unittest.TestCase):
 
     def make_disk(self, name="disk", mebibytes=256, make=("mkfs.ext4", "-q", "-F"), writable=True):
         raw = self.path(f"{name}.raw")
-        with open(raw, "wb") as file:
-            file.truncate(mebibytes * MEBIBYTE)
+        sparse_file(raw, mebibytes * MEBIBYTE)
         if make:
             run(*make, raw, timeout=SECONDS)
         disk = self.disk_path(name)
@@ -182,6 +181,11 @@ class KernelDriver(unittest.TestCase):
         """Fails unless processes and loop devices of the disks of this test end soon."""
         until(lambda: not self.processes() and not self.loop_devices(),
               "the end of the process and of the loop device")
+
+    def end(self, where):
+        """Unmounts; the process of the mount ends."""
+        self.umount(where)
+        self.assert_ended()
 
     def assert_clean(self, disk):
         """e2fsck and bcow find no error on a disk that nothing uses."""
@@ -264,8 +268,7 @@ class Mounts(KernelDriver):
         self.assertEqual(backing_files()[statistics["disk"]["loop_device"]],
                          f"/bcow:{service['pid']}:{os.path.basename(disk)}")
         run("cp", "-a", where, self.path("copy"), timeout=SECONDS)
-        self.umount(where)
-        self.assert_ended()
+        self.end(where)
         self.assert_clean(disk)
         # The kernel, on a loop device without bcow, sees the same tree.
         raw = self.path(f"{self.tag}.raw")
@@ -395,8 +398,7 @@ class Mounts(KernelDriver):
         bcow("seal", disk)
         self.mount(disk, where)
         self.assertEqual(self.stats(where)["disk"]["is_writable"], False)
-        self.umount(where)
-        self.assert_ended()
+        self.end(where)
         assert_refused(self, self.mount(disk, where, "-o", "rw", check=False), "is sealed", code=2)
 
     def test_what_the_driver_does_not_have_is_refused(self):
@@ -676,8 +678,7 @@ class Images(KernelDriver):
         bcow("convert", f"tar:{tar}", f"oci:{layout}:{self.tag}", timeout=SECONDS)
         self.mount(f"oci:{layout}:{self.tag}", where, "--driver", "kernel")
         run("diff", "-r", self.source, where, timeout=SECONDS)
-        self.umount(where)
-        self.assert_ended()
+        self.end(where)
 
     def test_damaged_metadata_never_reaches_the_kernel(self):
         image, raw, where = self.disk_path("image"), self.path("raw"), self.point()
@@ -888,7 +889,3 @@ class Work(KernelDriver):
                 "-P", self.dir, os.path.join(where, f"x{seed}"), timeout=SECONDS)
         self.umount(where)
         self.assert_clean(disk)
-
-
-if __name__ == "__main__":
-    unittest.main()

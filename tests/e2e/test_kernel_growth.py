@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Disks and uppers with the kernel driver that grow while they are mounted.
 
 Linux lets only CAP_SYS_RESOURCE grow an ext4, which a container may lack: User-Mode Linux has it.
@@ -14,7 +13,7 @@ import unittest
 import subjects
 import support
 import uml
-from support import BCOW, assert_refused, bcow, need, run, write_file
+from support import BCOW, assert_refused, bcow, need, run, sparse_file, write_file
 from test_kernel_driver import MEBIBYTE, SECONDS, KernelDriver, kernel_has
 from test_kernel_upper import KernelUpper
 
@@ -52,8 +51,7 @@ class Disks(KernelDriver):
                 run("dd", "if=/dev/urandom", f"of={where}/data", "bs=1M", "count=20", "conv=fsync",
                     "status=none", timeout=SECONDS)
                 digest = run("sha256sum", f"{where}/data", timeout=SECONDS).out.split()[0]
-                self.umount(where)
-                self.assert_ended()
+                self.end(where)
                 raw = self.path("check.raw")
                 bcow("convert", disk, f"raw:{raw}", timeout=SECONDS)
                 self.assertEqual(os.path.getsize(raw), 3 * GIBIBYTE)
@@ -83,8 +81,7 @@ class Disks(KernelDriver):
         self.umount(where)
         self.mount(disk, where, "-o", "ro")
         assert_refused(self, bcow("resize", where, "+1G", check=False), "is mounted read-only")
-        self.umount(where)
-        self.assert_ended()
+        self.end(where)
         # Without the mount, the disk alone changes.
         bcow("resize", disk, "+1M")
         self.mount(image, where)
@@ -92,8 +89,7 @@ class Disks(KernelDriver):
         self.umount(where)
         self.mount(image, where, "--driver", "kernel")
         assert_refused(self, bcow("resize", where, "+1M", check=False), "is mounted read-only")
-        self.umount(where)
-        self.assert_ended()
+        self.end(where)
         assert_refused(self, bcow("resize", where, "+1M", check=False), "no mount or upper")
         assert_refused(self, bcow("resize", "/proc", "+1M", check=False), "type proc")
 
@@ -116,8 +112,7 @@ class Uppers(KernelUpper):
         # The size that it has is no growth.
         self.continue_("-s", "1G")
         self.assertEqual(self.stats(self.where)["disk"]["size_bytes"], GIBIBYTE)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         self.assert_upper_clean()
 
 
@@ -134,8 +129,7 @@ class Guest(unittest.TestCase):
         lower = subjects.Lower(scratch, subjects.plant)
         lower.image = os.path.join(made, "image.bcow")
         lower.make_image()
-        with open(disk, "wb") as file:
-            file.truncate(768 * MEBIBYTE)
+        sparse_file(disk, 768 * MEBIBYTE)
         run("mkfs.ext4", "-q", "-F", "-d", made, disk, timeout=SECONDS)
 
         def step(name, /, **arguments):
@@ -204,7 +198,3 @@ class Guest(unittest.TestCase):
             self.assertEqual(run("e2fsck", "-fn", raw, timeout=SECONDS).code, 0)
         finally:
             run("umount", mounted, timeout=SECONDS)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Power cuts and memory pressure below a mount with the kernel driver.
 
 In User-Mode Linux a disk that shows an image lies on ext4 on dm-log-writes, which records each
@@ -18,7 +17,7 @@ import unittest
 import support
 import uml
 import writelog
-from support import BCOW, bcow, need, run, until
+from support import BCOW, bcow, need, run, sparse_file, until
 
 sys.path.insert(0, uml.HERE)
 import changes  # noqa: E402
@@ -67,8 +66,7 @@ class Power(unittest.TestCase):
         bcow("create", "-b", f"{made}/image.bcow", "--fs", "ext4", "-s", "1G", f"{made}/vm.bcow",
              env={"BCOW_VIEWS": self.path("views")})
         disk = self.path("host.img")
-        with open(disk, "wb") as file:
-            file.truncate(mebibytes * MIB)
+        sparse_file(disk, mebibytes * MIB)
         run("mkfs.ext4", "-q", "-F", "-d", made, disk, timeout=SECONDS)
         shutil.rmtree(made)
         return disk
@@ -77,8 +75,7 @@ class Power(unittest.TestCase):
         host = self.host_file_system(192)
         disk, log = self.path("disk.img"), self.path("log.img")
         run("cp", "--sparse=always", host, disk)
-        with open(log, "wb") as file:
-            file.truncate(1 << 30)
+        sparse_file(log, 1 << 30)
         uml.boot([
             step("load", modules=MODULES + LOGGING),
             step("log_writes", device="/dev/ubda", log="/dev/ubdb", name=LOGGED),
@@ -142,7 +139,3 @@ class Power(unittest.TestCase):
             step("command", arguments=[BCOW, "fsck", "--data", f"{HOST}/vm.bcow"]),
         ], disks=[disk], memory="96M", timeout=600)
         self.assertLess(memory, FLOOD * MIB / 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import time
-import unittest
 from unittest import mock
 
 import subjects
@@ -96,8 +95,7 @@ class Mounts(KernelUpper):
             "chmod 600 top && mkdir -p new/below && ln d2/blocks new/hard && : > new/empty",
             self.where, timeout=SECONDS)
         before = tree.dump(self.where)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         record = read_json(os.path.join(self.upper, ".bcow", "instance.json"))
         self.assertEqual((record["schema"], record["door"], record["fs"], record["size"],
                           record["image"]),
@@ -117,8 +115,7 @@ class Mounts(KernelUpper):
         self.assertEqual(bcow("fsck", "--data", self.image).code, 0)
         self.begin(self.upper_path("other"))
         assert_same_tree(self, self.lower.tree, self.where)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
 
     def test_an_upper_is_refused_by_name_at_the_other_driver(self):
         self.begin()
@@ -237,8 +234,7 @@ class Mounts(KernelUpper):
         self.assertIn(self.image.encode(), bcow("cache", "list", "--cache-dir", cache).out)
         pruned = cached("prune", "--all")
         self.assertEqual((pruned["removed_views"], pruned["in_use_views"]), (0, 1))
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         self.assertFalse(cached("list")["views"][0]["in_use"])
         for option in ("--older-than=1d", "--limit=1G"):
             pruned = cached("prune", option)
@@ -339,8 +335,7 @@ class Mounts(KernelUpper):
         wanted = bytearray(read_bytes(os.path.join(self.lower.tree, "d2/big")))
         wanted[5000:5004] = b"here"
         self.assertEqual(read_bytes(os.path.join(self.where, "d2/big")), wanted)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         self.assert_upper_clean()
 
     @promise("When no request arrives for ten to twenty seconds, the process frees this cache.")
@@ -423,8 +418,7 @@ class Layers(KernelUpper):
             self.assertRegex(refused.err.decode(), "belongs to the image|made over another image")
         bcow("mount", *over, timeout=SECONDS)
         assert_same_tree(self, before, self.where)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         bcow("fsck", "--data", upper, self.image, "--layer", first, timeout=SECONDS)
         changed = bcow("diff", self.image, "--layer", first, "--upper", upper, check=False)
         self.assertIn(b"new/other", changed.out)
@@ -435,8 +429,7 @@ class Layers(KernelUpper):
         bcow("mount", self.image, first, second, self.where, "--driver", "kernel", "-o", "suid,dev",
              timeout=SECONDS)
         assert_same_tree(self, found, self.where)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         disk = self.make_disk()
         refused = bcow("mount", disk, first, self.where, "--driver", "kernel", check=False)
         assert_refused(self, refused, "is a disk, and has no layers")
@@ -446,8 +439,7 @@ class Failures(KernelUpper):
     def test_a_begin_that_was_cut_short_is_completed(self):
         self.begin()
         write_file(os.path.join(self.where, "kept"), "kept")
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         # Without its record, the upper still belongs to the kernel driver, and keeps its disk.
         os.unlink(os.path.join(self.upper, ".bcow", "instance.json"))
         refused = self.continue_("--driver", "fuse", check=False)
@@ -468,8 +460,7 @@ class Failures(KernelUpper):
         self.begin(lock)
         self.umount(self.where)
         self.mount(self.image, self.where, "--upper", copy, "--driver", "fuse")
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
 
     def test_a_process_killed_while_it_begins_leaves_a_usable_upper(self):
         rng = random.Random(SEED)
@@ -493,8 +484,7 @@ class Failures(KernelUpper):
 
     def test_fsck_finds_damage_and_missing_parts(self):
         self.begin()
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
 
         def codes(*options, code=4):
             done = bcow("fsck", "--json", *options, self.upper, check=False)
@@ -566,8 +556,7 @@ class Failures(KernelUpper):
             self.assertTrue(is_mounted(self.where))
         finally:
             os.kill(pid, signal.SIGCONT)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
 
     def begin_on_a_small_disk(self):
         """A mount whose upper is in a file system of 48 MiB. Returns the mountpoint of that, and a
@@ -593,8 +582,7 @@ class Failures(KernelUpper):
         run("mount", "-o", "remount,size=400M", small, timeout=SECONDS)
         self.continue_()
         self.assertEqual(read_bytes(kept), bytes(8 * MEBIBYTE))
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         self.assert_upper_clean()
 
     def test_after_a_crash_on_a_full_host_disk_the_lack_of_space_is_named(self):
@@ -619,8 +607,7 @@ class Failures(KernelUpper):
         os.unlink(f"{small}/fill")
         self.continue_()
         self.assertEqual(read_bytes(kept), bytes(8 * MEBIBYTE))
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         self.assert_upper_clean()
 
     def test_more_dirty_pages_than_memory(self):
@@ -642,10 +629,5 @@ class Failures(KernelUpper):
         self.continue_()
         second = run("sha256sum", f"{self.where}/data", timeout=SECONDS).out.split()[0]
         self.assertEqual(first, second)
-        self.umount(self.where)
-        self.assert_ended()
+        self.end(self.where)
         self.assert_upper_clean()
-
-
-if __name__ == "__main__":
-    unittest.main()

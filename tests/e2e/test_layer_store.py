@@ -21,7 +21,8 @@ import unittest
 
 import support
 from sequences import ocilib
-from support import bcow, is_mounted, need, read_bytes, read_json, read_text, run
+from support import (bcow, blob_path, is_mounted, manifest_in, need, read_bytes, read_json,
+                     read_text, run, skopeo_copy)
 from test_remote import make_certificates, registry
 from test_snapshotter_remote import allocated, directories, libraries
 
@@ -184,8 +185,7 @@ class LayerStore(support.Scratch):
 
     @classmethod
     def push(cls, image, name):
-        run("skopeo", "--insecure-policy", "copy", "--dest-tls-verify=false", "--dest-authfile",
-            cls.auth, f"oci:{cls.layout.path}:{image}", f"docker://{cls.name(name)}")
+        skopeo_copy(f"oci:{cls.layout.path}:{image}", f"docker://{cls.name(name)}", cls.auth)
 
     @classmethod
     def attach(cls, image, name):
@@ -234,10 +234,9 @@ class LayerStore(support.Scratch):
         # The layers are those of the registry, byte for byte.
         saved = self.path("saved")
         podman("push", "-q", "--format=oci", app, f"oci:{saved}:app")
-        manifest = read_json(ocilib.Layout(saved).blob_path(
-            read_json(f"{saved}/index.json")["manifests"][0]["digest"]))
-        for layer, tar in zip(manifest["layers"], self.tars, strict=True):
-            data = read_bytes(ocilib.Layout(saved).blob_path(layer["digest"]))
+        layers = manifest_in(saved, "app")["layers"]
+        for layer, tar in zip(layers, self.tars, strict=True):
+            data = read_bytes(blob_path(saved, layer["digest"]))
             self.assertEqual(subprocess.run(["gzip", "-dc"], input=data, check=True,
                                             stdout=subprocess.PIPE).stdout, tar)
         # The store is killed while a container runs.

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import time
-import unittest
 
 from support import (BCOW, PEAK_BYTES, UNPRIVILEGED, Scratch, assert_refused, assert_same_tree,
                      bcow, for_everyone, image, kernel_mounted, mounted, need, read_bytes,
@@ -478,7 +477,3 @@ class ContainerdCache(Scratch):
         file = self.path("file", b"")
         failed = bcow("convert", self.source, f"containerd-cache:{file}", check=False)
         assert_refused(self, failed, f"cannot write containerd-cache:{file}")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import unittest
 
 from support import (PEAK_BYTES, TOP, Scratch, assert_same_tree, bcow, kernel_at_least,
                      kernel_mounted, mounted, need, run)
@@ -87,6 +86,3 @@ def add_tests():
 
 
 add_tests()
-
-if __name__ == "__main__":
-    unittest.main()

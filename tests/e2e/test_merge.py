@@ -14,7 +14,8 @@ import tempfile
 import time
 import unittest
 
-from support import WORK, bcow, kernel_at_least, kernel_mounted, mounted, need, read_json, run
+from support import (WORK, bcow, blob_path, kernel_at_least, kernel_mounted, manifest_in, mounted,
+                     need, run)
 import overlay
 import sequences
 import tree
@@ -75,14 +76,8 @@ def plain(source, directory):
 
 def blobs_of(layout):
     """The files of the one image of a layout: the layers, lowest first, and the stack."""
-    def read(descriptor):
-        return read_json(path(descriptor))
-
-    def path(descriptor):
-        return os.path.join(layout, "blobs", *descriptor["digest"].split(":"))
-
-    manifest = read(read_json(os.path.join(layout, "index.json"))["manifests"][0])
-    return [path(layer) for layer in manifest["layers"]]
+    layers = manifest_in(layout, "t")["layers"]
+    return [blob_path(layout, layer["digest"]) for layer in layers]
 
 
 def exported(source, directory):
@@ -202,7 +197,3 @@ class Merge(unittest.TestCase):
             failed = [message for message in pool.map(check, seeds) if message]
         self.assertEqual(failed, [],
                          f"{len(failed)} of {len(seeds)} sequences:\n" + "\n\n".join(failed[:5]))
-
-
-if __name__ == "__main__":
-    unittest.main()

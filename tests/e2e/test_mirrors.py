@@ -8,12 +8,11 @@ import contextlib
 import json
 import os
 import shutil
-import unittest
 
 import test_registries
 import test_remote
-from support import (Scratch, assert_same_tree, bcow, flip, need, read_bytes, read_json, run,
-                     write_file)
+from support import (Scratch, assert_same_tree, bcow, blobs_of, digest_in, flip, need, read_bytes,
+                     run, write_file)
 from web import free_port
 
 TIMEOUT = 120
@@ -22,16 +21,14 @@ TIMEOUT = 120
 def load(layout):
     """The image of a layout as the content of a registry, with the tag `1`."""
     content = test_registries.Content()
-    (entry,) = read_json(os.path.join(layout, "index.json"))["manifests"]
-    blobs = os.path.join(layout, "blobs", "sha256")
-    for name in os.listdir(blobs):
-        data = read_bytes(os.path.join(blobs, name))
-        digest = f"sha256:{name}"
-        if digest == entry["digest"]:
+    tagged = digest_in(layout)
+    for name, path in blobs_of(layout).items():
+        digest, data = f"sha256:{name}", read_bytes(path)
+        if digest == tagged:
             content.manifests[digest] = content.manifests["1"] = (data, test_registries.MANIFEST)
         else:
             content.blobs[digest] = data
-    return content, entry["digest"]
+    return content, tagged
 
 
 class Images(Scratch):
@@ -47,9 +44,7 @@ class Images(Scratch):
 
     @staticmethod
     def make_tree(top):
-        for n in range(40):
-            os.mkdir(os.path.join(top, f"dir-{n}"))
-            write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(100_000))
+        test_remote.make_files(top, 40, 100_000)
 
     def setUp(self):
         self.cache = self.path("cache")
@@ -167,6 +162,12 @@ class Mirrors(Images):
 
 
 class Offline(Images):
+    def fetched(self):
+        """The URL of the image on a server that is gone. The whole image is in the cache."""
+        with self.file_server() as server:
+            self.bcow("fsck", "--data", server.url("image.bcow"))
+            return server.url("image.bcow")
+
     def test_name_means_what_it_meant_last_while_the_server_is_gone(self):
         with self.file_server() as server:
             url = server.url("image.bcow") + "?signature=geheim"
@@ -215,22 +216,14 @@ class Offline(Images):
         self.assertIn(b"the cache has no record of this name", failed.err)
 
     def test_without_a_cache_the_server_is_needed(self):
-        with self.file_server() as server:
-            url = server.url("image.bcow")
-            self.bcow("fsck", "--data", url)
+        url = self.fetched()
         self.assertEqual(self.bcow("ls", "--no-cache", url, check=False).code, 1)
 
     def test_damaged_notes_cost_a_clear_error_only(self):
-        with self.file_server() as server:
-            url = server.url("image.bcow")
-            self.bcow("fsck", "--data", url)
+        url = self.fetched()
         (note,) = [name for name in os.listdir(self.cache) if name.startswith("name-")]
         for text in "", "{", '{"name": "x", "target": "y", "unix_seconds": 0}', "[" * 100_000:
             write_file(os.path.join(self.cache, note), text)
             failed = self.bcow("ls", url, check=False)
             self.assertEqual(failed.code, 1)
             self.assertIn(b"the cache has no record", failed.err)
-
-
-if __name__ == "__main__":
-    unittest.main()

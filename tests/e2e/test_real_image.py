@@ -7,7 +7,6 @@ attribute of the dump (see tests/oracle/tree.py).
 import json
 import os
 import shutil
-import unittest
 
 from support import (PEAK_BYTES, UNPRIVILEGED, Scratch, assert_same_tree,
                      assert_second_reader_agrees, bcow, converted, flip, for_everyone, image,
@@ -130,7 +129,3 @@ class RealImage(Scratch):
         return ["/usr/bin/python3", "-B", "-c",
                 "import numpy, pandas; print(int(pandas.DataFrame({'x': numpy.arange(5) ** "
                 "2}).x.sum()))"]
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -22,8 +22,9 @@ import unittest
 import unittest.mock
 
 import web
-from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, converted,
-                     mounted, need, read_bytes, read_text, run, write_file)
+from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, blobs_of,
+                     converted, digest_in, mounted, need, overwrite, read_bytes, read_text, run,
+                     skopeo_copy, write_file)
 from test_remote import make_certificates, registry
 from web import WebServer, plain_registry
 
@@ -105,18 +106,9 @@ class Handler(web.Handler):
             data, media_type = content.manifests[match[3]]
             self.answer(200, data, {"Content-Type": media_type})
         elif match and match[2] == "blobs" and match[3] in content.blobs:
-            self.ranged(content.blobs[match[3]])
+            self.send_content(content.blobs[match[3]])
         else:
             self.answer(404, b"{}")
-
-    def ranged(self, data, cut=None):
-        """Sends a blob or a range of it; closes the connection after `cut` bytes."""
-        if asked := self.asked_range(len(data)):
-            first, last = asked
-            headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
-            self.answer(206, data[first:last + 1], headers, cut)
-        else:
-            self.answer(200, data, cut=cut)
 
 
 class Server(WebServer):
@@ -247,7 +239,7 @@ class Sources(Scratch):
 
     def test_silent_server_is_an_error(self):
         def stall(handler, _):
-            handler.ranged(self.content.blobs[self.large], cut=1000)
+            handler.send_content(self.content.blobs[self.large], cut=1000)
             handler.server.silence.wait(20)
         self.refused(self.on("blobs", stall), "did not answer within", wait=3)
 
@@ -255,14 +247,14 @@ class Sources(Scratch):
         def damage(handler, _):
             data = bytearray(self.content.blobs[self.large])
             data[len(data) // 2] ^= 1
-            handler.ranged(bytes(data))
+            handler.send_content(bytes(data))
         self.refused(self.on("blobs", damage), "layer 1 of 3", "digest is sha256")
 
     def test_wrong_lengths_are_an_error(self):
         data = self.content.blobs[self.large]
-        self.refused(self.on("blobs", lambda h, _: h.ranged(data[:-1])),
+        self.refused(self.on("blobs", lambda h, _: h.send_content(data[:-1])),
                      f"the blob has {len(data) - 1} bytes there")
-        self.refused(self.on("blobs", lambda h, _: h.ranged(data + b"x")),
+        self.refused(self.on("blobs", lambda h, _: h.send_content(data + b"x")),
                      f"the blob has {len(data) + 1} bytes there")
 
     def test_endless_blob_is_read_to_its_length(self):
@@ -406,8 +398,7 @@ class Sources(Scratch):
             bcow("mount", "--insecure", server.name(), where, "--upper", upper, **options)
             try:
                 # The rest of the file stays in the image.
-                with open(os.path.join(where, "a"), "r+b") as file:
-                    file.write(b"above")
+                overwrite(os.path.join(where, "a"), 0, b"above")
             finally:
                 bcow("umount", where, **options)
             bcow("commit", "--insecure", server.name(), "--upper", upper, layer, **options)
@@ -491,20 +482,12 @@ class WithRegistry(Scratch):
         return f"docker://{cls.address}/team/{repository}:{tag}"
 
     @classmethod
-    def skopeo(cls, command, *arguments):
-        options = ("--tls-verify=false", "--authfile", cls.auth) if command != "copy" else (
-            "--src-tls-verify=false", "--dest-tls-verify=false", "--authfile", cls.auth)
-        return run("skopeo", "--insecure-policy", command, *options, *arguments, timeout=TIMEOUT)
-
-    @classmethod
-    def digest(cls, layout, tag="tag"):
-        with open(os.path.join(layout, "index.json")) as index:
-            (found,) = [entry["digest"] for entry in json.load(index)["manifests"]
-                        if entry["annotations"]["org.opencontainers.image.ref.name"] == tag]
-        return found
+    def skopeo(cls, source, destination):
+        skopeo_copy(source, destination, cls.auth)
 
     def digest_in_registry(self, name):
-        raw = self.skopeo("inspect", "--raw", name).out
+        raw = run("skopeo", "inspect", "--raw", "--tls-verify=false", "--authfile", self.auth, name,
+                  timeout=TIMEOUT).out
         return digest_of(raw), json.loads(raw)
 
 
@@ -515,7 +498,7 @@ class Registries(WithRegistry):
     def setUpClass(cls):
         need("umoci")
         super().setUpClass()
-        cls.skopeo("copy", cls.source, cls.name("ordinary"))
+        cls.skopeo(cls.source, cls.name("ordinary"))
 
     def setUp(self):
         super().setUp()
@@ -534,19 +517,17 @@ class Registries(WithRegistry):
             assert_same_tree(self, self.reference, where)
         layers = self.path("from-registry")
         self.bcow("convert", self.name("ordinary"), f"oci:{layers}:tag")
-        blobs = [set(os.listdir(os.path.join(layout, "blobs", "sha256")))
-                 for layout in (layers, self.layout)]
         # No file depends on the place of the source.
-        self.assertEqual(blobs[0], blobs[1])
+        self.assertEqual(set(blobs_of(layers)), set(blobs_of(self.layout)))
 
     def test_conversion_into_the_registry_is_that_into_a_layout(self):
         name = self.name("converted")
         self.bcow("convert", self.source, name)
         found, _ = self.digest_in_registry(name)
-        self.assertEqual(found, self.digest(self.layout))
+        self.assertEqual(found, digest_in(self.layout))
         pulled = self.path("pulled")
-        self.skopeo("copy", name, f"oci:{pulled}:tag")
-        self.assertEqual(self.digest(pulled), found)
+        self.skopeo(name, f"oci:{pulled}:tag")
+        self.assertEqual(digest_in(pulled), found)
         with mounted(f"oci:{pulled}:tag") as where:
             assert_same_tree(self, self.reference, where)
         self.bcow("diff", name, f"oci:{self.layout}:tag")
@@ -581,7 +562,7 @@ class Registries(WithRegistry):
         self.assertEqual(layers[:-1], [layer["digest"] for layer in before["layers"]],
                          "layers that the registry has are used as they are")
         layout, bundle = self.path("committed"), self.path("bundle")
-        self.skopeo("copy", committed, f"oci:{layout}:tag")
+        self.skopeo(committed, f"oci:{layout}:tag")
         run("umoci", "unpack", "--image", f"{layout}:tag", bundle, timeout=TIMEOUT)
         self.assertEqual(read_text(os.path.join(bundle, "rootfs", "new-file")), "written\n")
         exported = self.name("exported")
@@ -593,7 +574,7 @@ class Registries(WithRegistry):
 
     def test_converted_image_is_found_beside_the_ordinary_one(self):
         name = self.name("beside")
-        self.skopeo("copy", self.source, name)
+        self.skopeo(self.source, name)
         before, _ = self.digest_in_registry(name)
         refused = self.bcow("ls", name, check=False)
         assert_refused(self, refused, "ordinary OCI image", "convert --referrer")
@@ -668,7 +649,3 @@ class Registries(WithRegistry):
         failed = self.bcow("convert", f"tar:{small}", self.name("x") + "@sha256:" + "0" * 64,
                            check=False)
         assert_refused(self, failed, "follows from its content", code=2)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import socket
-import ssl
 import subprocess
 import tempfile
 import time
@@ -21,10 +20,10 @@ import unittest
 import unittest.mock
 
 import web
-from support import (BCOW, Scratch, assert_same_tree, bcow, converted, for_everyone, image, mounted,
-                     need, overwrite, read_bytes, read_json, read_text, run, served, until,
-                     write_file)
-from web import WebServer, free_port, listening
+from support import (BCOW, Scratch, assert_same_tree, bcow, blob_path, blobs_of, converted,
+                     digest_in, for_everyone, image, manifest_in, mounted, need, overwrite,
+                     read_bytes, read_json, read_text, run, served, skopeo_copy, until, write_file)
+from web import WebServer, free_port, listening, tls
 
 TIMEOUT = 60
 
@@ -105,6 +104,13 @@ def metrics(path):
             return answer.read()
 
 
+def make_files(top, count, size):
+    """Directories, each with a file of so many bytes that do not compress."""
+    for n in range(count):
+        os.mkdir(os.path.join(top, f"dir-{n}"))
+        write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(size))
+
+
 def make_served(case):
     """Makes the tree of a class, and the image of it in a directory for a server."""
     case.tree, case.served = case.path("tree"), case.path("served")
@@ -129,6 +135,11 @@ class RemoteCase(Scratch):
     def bcow(self, *arguments, **options):
         return bcow(*arguments, env=self.env, timeout=TIMEOUT, **options)
 
+    def started(self, *arguments, **options):
+        """The running command."""
+        return subprocess.Popen([BCOW, *arguments], env={**os.environ, **self.env},
+                                stdin=subprocess.DEVNULL, **options)
+
     @contextlib.contextmanager
     def mounted(self, *arguments):
         with unittest.mock.patch.dict(os.environ, self.env), mounted(*arguments) as where:
@@ -143,8 +154,7 @@ class WebCase(RemoteCase):
         need("openssl", root=True, fuse=True)
         super().setUpClass()
         make_certificates(cls.directory)
-        cls.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        cls.context.load_cert_chain(cls.path("leaf.pem"), cls.path("leaf.key"))
+        cls.context = tls(cls.directory)
         make_served(cls)
 
     @classmethod
@@ -430,11 +440,8 @@ class Registry(RemoteCase):
         cls.layout, _ = converted("small", "layout")
         cls.address = cls.enterClassContext(registry(cls.directory))
         for source, name in (f"oci:{cls.layout}:tag", "image:1"), (cls.source, "ordinary:1"):
-            run("skopeo", "--insecure-policy", "copy", "--dest-authfile", cls.path("auth.json"),
-                "--dest-tls-verify=false", source, f"docker://{cls.address}/team/{name}",
-                timeout=2 * TIMEOUT)
-        (entry,) = read_json(os.path.join(cls.layout, "index.json"))["manifests"]
-        cls.digest = entry["digest"]
+            skopeo_copy(source, f"docker://{cls.address}/team/{name}", cls.path("auth.json"))
+        cls.digest = digest_in(cls.layout)
         cls.name = f"docker://{cls.address}/team/image:1"
 
     def setUp(self):
@@ -447,8 +454,7 @@ class Registry(RemoteCase):
                          bcow("ls", "-R", local, timeout=TIMEOUT).out)
         cached = sum(os.stat(os.path.join(self.cache, name)).st_blocks * 512
                      for name in os.listdir(self.cache))
-        blobs = os.path.join(self.layout, "blobs", "sha256")
-        stored = sum(os.path.getsize(os.path.join(blobs, name)) for name in os.listdir(blobs))
+        stored = sum(map(os.path.getsize, blobs_of(self.layout).values()))
         self.assertLess(cached, stored // 4)
         self.bcow("fsck", "--data", self.name)
         self.bcow("diff", self.name, local)
@@ -464,19 +470,17 @@ class Registry(RemoteCase):
     def test_manifest_without_a_root_hash_is_read_too(self):
         layout = self.path("older")
         shutil.copytree(self.layout, layout)
-        blobs = os.path.join(layout, "blobs", "sha256")
-        manifest = read_json(os.path.join(blobs, self.digest.split(":")[1]))
+        manifest = manifest_in(layout)
         for layer in manifest["layers"]:
             del layer["annotations"]["io.bcow.merkle-root"]
         text = json.dumps(manifest).encode()
-        digest = hashlib.sha256(text).hexdigest()
-        write_file(os.path.join(blobs, digest), text)
+        digest = f"sha256:{hashlib.sha256(text).hexdigest()}"
+        write_file(blob_path(layout, digest), text)
         index = read_json(os.path.join(layout, "index.json"))
-        index["manifests"][0].update(digest=f"sha256:{digest}", size=len(text))
+        index["manifests"][0].update(digest=digest, size=len(text))
         write_file(os.path.join(layout, "index.json"), json.dumps(index))
         name = f"docker://{self.address}/team/older:1"
-        run("skopeo", "--insecure-policy", "copy", "--dest-authfile", self.path("auth.json"),
-            "--dest-tls-verify=false", f"oci:{layout}:tag", name, timeout=TIMEOUT)
+        skopeo_copy(f"oci:{layout}:tag", name, self.path("auth.json"))
         self.bcow("ls", name)
 
     def test_access_without_a_password_or_with_a_wrong_one_is_denied(self):
@@ -493,15 +497,9 @@ class Registry(RemoteCase):
     def test_layers_are_restored_from_the_registry(self):
         broken = os.path.join(self.cache, "layout")
         shutil.copytree(self.layout, broken)
-        blobs = os.path.join(broken, "blobs", "sha256")
-        largest = max((os.path.join(blobs, name) for name in os.listdir(blobs)),
-                      key=os.path.getsize)
+        largest = max(blobs_of(broken).values(), key=os.path.getsize)
         whole = read_bytes(largest)
         overwrite(largest, len(whole) // 3, b"wrong")
         os.truncate(largest, len(whole) - 20_000)
         self.bcow("fsck", "--repair", "--from", self.name, f"oci:{broken}:tag", check=False)
         self.assertTrue(read_bytes(largest) == whole, "the layer")
-
-
-if __name__ == "__main__":
-    unittest.main()

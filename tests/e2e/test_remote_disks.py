@@ -9,10 +9,10 @@ import json
 import os
 import shutil
 import tempfile
-import unittest
 
 import test_remote
-from support import assert_refused, bcow, need, read_bytes, read_text, run, served, write_file
+from support import (assert_refused, bcow, need, overwrite, read_bytes, read_text, run, served,
+                     write_file)
 from test_remote import TIMEOUT, registry
 
 
@@ -20,9 +20,7 @@ class Disks(test_remote.WebCase):
     @classmethod
     def make_tree(cls, top):
         """Some 6 MB that do not compress."""
-        for n in range(20):
-            os.makedirs(os.path.join(top, f"dir-{n}"))
-            write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(300_000))
+        test_remote.make_files(top, 20, 300_000)
 
     def setUp(self):
         super().setUp()
@@ -140,8 +138,7 @@ class Disks(test_remote.WebCase):
                 upper = os.path.join(self.scratch, driver)
                 options = ("--upper", upper, "--driver", driver)
                 with self.mounted(name, *options) as where:
-                    with open(os.path.join(where, "dir-3/file"), "r+b") as file:
-                        file.write(b"changed")
+                    overwrite(os.path.join(where, "dir-3/file"), 0, b"changed")
                     os.remove(os.path.join(where, "dir-4/file"))
                 with self.mounted(name, *options) as where:
                     with open(os.path.join(where, "dir-3/file"), "rb") as file:
@@ -160,7 +157,3 @@ class Disks(test_remote.WebCase):
                 self.bcow("commit", name, "--upper", upper, layer)
                 with self.mounted(name, "--layer", layer) as where:
                     self.assertFalse(os.path.exists(os.path.join(where, "dir-4/file")))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -15,14 +15,13 @@ import subprocess
 import tarfile
 import tempfile
 import time
-import unittest
 import urllib.parse
 
 import web
-from support import BCOW, UNPRIVILEGED, Scratch, bcow, for_everyone, need, run
+from support import BCOW, UNPRIVILEGED, Scratch, bcow, for_everyone, need, run, skopeo_copy
 from test_remote import PASSWORD, USER, make_certificates, registry
 from test_s3 import s3_storage, versitygw
-from web import WebServer
+from web import WebServer, tls
 
 TIMEOUT = 240
 SERVICE, ISSUER = "bcow tests", "bcow test tokens"
@@ -80,9 +79,7 @@ class Tokens(WebServer):
 
     def __init__(self, directory):
         self.directory, self.given = directory, []
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.at("leaf.pem"), self.at("leaf.key"))
-        super().__init__(TokenHandler, context)
+        super().__init__(TokenHandler, tls(directory))
         # A key of its own, because RSA signatures have the form that tokens need.
         run("openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", self.at("token.key"),
             "-out", self.at("token.csr"), "-subj", "/CN=tokens", timeout=TIMEOUT)
@@ -149,9 +146,7 @@ class Start(Scratch):
 
     @classmethod
     def skopeo(cls, source, destination):
-        run("skopeo", "--insecure-policy", "copy", "--src-tls-verify=false",
-            "--dest-tls-verify=false", "--authfile", cls.path("auth.json"), source, destination,
-            timeout=TIMEOUT)
+        skopeo_copy(source, destination, cls.path("auth.json"))
 
     @classmethod
     def manifest(cls, name):
@@ -207,7 +202,3 @@ class Start(Scratch):
                      for name in ("SSL_CERT_FILE", "AWS_CA_BUNDLE")}) as address:
             self.push(address)
             self.start_change_push(address)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -11,25 +11,22 @@ import datetime
 import hashlib
 import hmac
 import html
-import http.server
-import io
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
-import tarfile
 import tempfile
 import threading
-import unittest
 import urllib.parse
 
 import test_remote
-from support import (BCOW, assert_refused, assert_same_tree, bcow, mounted, read_bytes, run, until,
-                     write_file)
+import web
+from support import (assert_refused, assert_same_tree, bcow, blobs_of, mounted, overwrite,
+                     read_bytes, run, until, write_file)
+from test_registries import archive, digest_of
 from test_remote import TIMEOUT, registry
-from web import WebServer
+from web import WebServer, free_port, listening
 
 KEY_ID, SECRET = "AKIATESTSOFBCOW", "geheim/4711+Schluessel"
 REGION = "eu-test-1"
@@ -77,34 +74,19 @@ def versitygw(test, *buckets):
     """The directory of a versitygw with these buckets, and its URL."""
     if not shutil.which("versitygw"):
         test.skipTest("versitygw is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     posix = tempfile.mkdtemp(prefix="posix-", dir=test.directory)
     for bucket in buckets:
         os.mkdir(os.path.join(posix, bucket))
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(
-            ["versitygw", "--access", KEY_ID, "--secret", SECRET, "--region", REGION,
-             "--port", f"127.0.0.1:{port}", "--cert", test.path("leaf.pem"), "--key",
-             test.path("leaf.key"), "posix", posix],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            def answers():
-                test.assertIsNone(server.poll(), "versitygw ended")
-                with socket.socket() as probe:
-                    return probe.connect_ex(("127.0.0.1", port)) == 0
-            until(answers, "versitygw answers", 30)
-            yield posix, f"https://localhost:{port}"
-        finally:
-            server.kill()
-            server.wait(30)
+    with listening(port, "versitygw", "--access", KEY_ID, "--secret", SECRET, "--region", REGION,
+                   "--port", f"127.0.0.1:{port}", "--cert", test.path("leaf.pem"), "--key",
+                   test.path("leaf.key"), "posix", posix):
+        yield posix, f"https://localhost:{port}"
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(web.Handler):
     """Sends objects of one bucket to clients that sign as they should."""
 
-    protocol_version = "HTTP/1.1"
     timeout = TIMEOUT
 
     def refusal(self):
@@ -186,13 +168,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if data is None:
             self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
             return
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if not asked:
-            self.answer(200, data)
-            return
-        first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
-        self.answer(206, data[first:last + 1],
-                    {"Content-Range": f"bytes {first}-{last}/{len(data)}"})
+        self.send_content(data)
 
     def parts(self):
         path, _, query = self.path.partition("?")
@@ -266,18 +242,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.uploads.pop(self.parts()[1]["uploadId"], None)
         self.answer(204, b"")
 
-    def answer(self, status, body, headers=None):
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
 
 class Server(WebServer):
     """A bucket."""
@@ -300,9 +264,7 @@ class Server(WebServer):
 class Bucket(test_remote.WebCase):
     @staticmethod
     def make_tree(top):
-        for n in range(20):
-            os.makedirs(os.path.join(top, f"dir-{n}"))
-            write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(100_000))
+        test_remote.make_files(top, 20, 100_000)
 
     @classmethod
     def setUpClass(cls):
@@ -344,10 +306,8 @@ class Bucket(test_remote.WebCase):
             copy = os.path.join(self.cache, "copy")
             self.bcow("copy", name, copy)
             self.assertTrue(read_bytes(copy) == self.objects["image.bcow"], "the copy")
-            with open(copy, "r+b") as file:
-                file.seek(300_000)
-                file.write(b"wrong")
-                file.truncate(len(self.objects["image.bcow"]) - 50_000)
+            overwrite(copy, 300_000, b"wrong")
+            os.truncate(copy, self.bytes - 50_000)
             self.bcow("fsck", "--repair", "--from", name, copy, check=False)
             self.assertTrue(read_bytes(copy) == self.objects["image.bcow"], "the restored file")
             self.assertEqual({code for _, code in server.asked}, {None})
@@ -436,9 +396,7 @@ class Bucket(test_remote.WebCase):
             self.assertEqual({code for _, code in server.asked}, {None})
             damaged = os.path.join(self.cache, "damaged.bcow")
             shutil.copy(self.image, damaged)
-            with open(damaged, "r+b") as file:
-                file.seek(200_000)
-                file.write(b"wrong")
+            overwrite(damaged, 200_000, b"wrong")
             failed = self.bcow("copy", damaged, f"s3://{BUCKET}/damaged.bcow", check=False)
             self.assertEqual(failed.code, 1)
             self.assertNotIn(f"/{BUCKET}/damaged.bcow", server.objects)
@@ -450,26 +408,29 @@ class Bucket(test_remote.WebCase):
         bcow("convert", f"raw:{raw}", large, timeout=TIMEOUT)
         return large
 
+    def copy_until_part(self, number, server, source, name):
+        """A copy that is killed while it sends this part, for the first time."""
+        reached = threading.Event()
+
+        def hang(handler, fields):
+            if fields.get("partNumber") == str(number) and not reached.is_set():
+                reached.set()
+                handler.close_connection = True
+                return until(lambda: process.poll() is not None, "the end", TIMEOUT) or True
+            return False
+
+        server.fault = hang
+        process = self.started("copy", source, name, stderr=subprocess.DEVNULL)
+        try:
+            self.assertTrue(reached.wait(TIMEOUT), f"part {number} is not sent")
+        finally:
+            process.kill()
+            process.wait(TIMEOUT)
+
     def test_interrupted_upload_is_continued(self):
         large, name = self.large(), f"s3://{BUCKET}/large.bcow"
         with self.server() as server:
-            third = threading.Event()
-
-            def hang(handler, fields):
-                if fields.get("partNumber") == "4" and not third.is_set():
-                    third.set()
-                    handler.close_connection = True
-                    return until(lambda: process.poll() is not None, "the end", TIMEOUT) or True
-                return False
-
-            server.fault = hang
-            process = subprocess.Popen([BCOW, "copy", large, name], env={**os.environ, **self.env},
-                                       stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            try:
-                self.assertTrue(third.wait(TIMEOUT), "the third part is not sent")
-            finally:
-                process.kill()
-                process.wait(TIMEOUT)
+            self.copy_until_part(4, server, large, name)
             self.assertEqual((server.sent, len(server.uploads)), ([1, 2, 3], 1))
             # What arrived of another file is not used.
             (_, _, parts), = server.uploads.values()
@@ -477,8 +438,7 @@ class Bucket(test_remote.WebCase):
             server.sent.clear()
             self.bcow("copy", large, name)
             self.assertEqual((server.sent, server.uploads), ([2, 4], {}))
-            with open(large, "rb") as file:
-                self.assertTrue(server.objects[f"/{BUCKET}/large.bcow"] == file.read(), "the file")
+            self.assertTrue(server.objects[f"/{BUCKET}/large.bcow"] == read_bytes(large), "bytes")
 
     def test_failed_upload_leaves_nothing_and_lost_answers_do_no_harm(self):
         large, name = self.large(), f"s3://{BUCKET}/large.bcow"
@@ -512,40 +472,23 @@ class Bucket(test_remote.WebCase):
 
     def layered(self):
         """A docker archive with two layers, of which the upper one changes the lower one."""
-        def layer(name, files):
-            path = os.path.join(self.cache, name)
-            with tarfile.open(path, "w") as out:
-                for file, data in files.items():
-                    entry = tarfile.TarInfo(file)
-                    entry.size = len(data)
-                    out.addfile(entry, io.BytesIO(data))
-            return name, hashlib.sha256(read_bytes(path)).hexdigest()
-
-        layers = [layer("lower.tar", {f"a-{n}": os.urandom(100_000) for n in range(120)}),
-                  layer("upper.tar", {"a-1": b"changed", ".wh.a-2": b"", "b": b"new"})]
+        layers = [archive({f"a-{n}": os.urandom(100_000) for n in range(120)}),
+                  archive({"a-1": b"changed", ".wh.a-2": b"", "b": b"new"})]
         config = {"architecture": "amd64", "os": "linux", "config": {"Env": ["A=b"]},
-                  "rootfs": {"type": "layers",
-                             "diff_ids": [f"sha256:{digest}" for _, digest in layers]}}
-        for name, document in ("config.json", config), ("manifest.json", [
-                {"Config": "config.json", "Layers": [name for name, _ in layers]}]):
-            with open(os.path.join(self.cache, name), "w") as out:
-                json.dump(document, out)
-        archive = os.path.join(self.cache, "layered.tar")
-        with tarfile.open(archive, "w") as out:
-            for name in "manifest.json", "config.json", "lower.tar", "upper.tar":
-                out.add(os.path.join(self.cache, name), arcname=name)
-        return f"docker-archive:{archive}"
+                  "rootfs": {"type": "layers", "diff_ids": [digest_of(data) for data in layers]}}
+        manifest = [{"Config": "config.json", "Layers": ["lower.tar", "upper.tar"]}]
+        path = os.path.join(self.cache, "layered.tar")
+        write_file(path, archive({
+            "manifest.json": json.dumps(manifest).encode(),
+            "config.json": json.dumps(config).encode(),
+            "lower.tar": layers[0], "upper.tar": layers[1]}))
+        return f"docker-archive:{path}"
 
     @staticmethod
     def blobs(layout):
         """The BCoW files of a layout: layers and stacks, by the hexadecimal digest."""
-        found = {}
-        directory = os.path.join(layout, "blobs", "sha256")
-        for name in os.listdir(directory):
-            data = read_bytes(os.path.join(directory, name))
-            if data.startswith(b"BCoW"):
-                found[name] = data
-        return found
+        files = {name: read_bytes(path) for name, path in blobs_of(layout).items()}
+        return {name: data for name, data in files.items() if data.startswith(b"BCoW")}
 
     def layout(self, source):
         """A layout of the source, its BCoW files, and the digest of its stack."""
@@ -662,24 +605,7 @@ class Bucket(test_remote.WebCase):
         source, files, stack = self.layout(self.layered())
         name = f"s3://{BUCKET}/debian.bcow"
         with self.server() as server:
-            second = threading.Event()
-
-            def hang(handler, fields):
-                if fields.get("partNumber") == "2" and not second.is_set():
-                    second.set()
-                    handler.close_connection = True
-                    return until(lambda: process.poll() is not None, "the end", TIMEOUT) or True
-                return False
-
-            server.fault = hang
-            process = subprocess.Popen([BCOW, "copy", source, name],
-                                       env={**os.environ, **self.env},
-                                       stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            try:
-                self.assertTrue(second.wait(TIMEOUT), "the second part is not sent")
-            finally:
-                process.kill()
-                process.wait(TIMEOUT)
+            self.copy_until_part(2, server, source, name)
             # Without all layers, there is no stack.
             self.assertNotIn(f"/{BUCKET}/debian.bcow", server.objects)
             self.assertEqual(server.sent, [1])
@@ -760,12 +686,6 @@ class Bucket(test_remote.WebCase):
             self.bcow("fsck", "--data", "--no-cache", name)
             layout = os.path.join(self.cache, "layout")
             self.bcow("copy", name, f"oci:{layout}:1")
-            blobs = os.path.join(layout, "blobs", "sha256")
             kept = os.path.join(posix, "blobs/docker/registry/v2/blobs/sha256")
-            for digest in os.listdir(blobs):
-                run("cmp", os.path.join(blobs, digest),
-                    os.path.join(kept, digest[:2], digest, "data"), timeout=TIMEOUT)
-
-
-if __name__ == "__main__":
-    unittest.main()
+            for digest, path in blobs_of(layout).items():
+                run("cmp", path, os.path.join(kept, digest[:2], digest, "data"), timeout=TIMEOUT)

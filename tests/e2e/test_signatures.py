@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import unittest
 
 import test_mirrors
 from support import bcow, need, run
@@ -200,7 +199,3 @@ class Signatures(test_mirrors.Images):
             failed = self.bcow("ls", "--verify-key", self.path("one.pub"), name, check=False)
             self.assertEqual(failed.code, 2)
             self.assertIn(b"only images of registries have signatures", failed.err)
-
-
-if __name__ == "__main__":
-    unittest.main()

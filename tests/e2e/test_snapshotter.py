@@ -17,7 +17,7 @@ import unittest
 import unittest.mock
 
 import support
-from support import bcow, need, read_bytes, read_json, read_text, run, write_file
+from support import bcow, need, read_bytes, read_json, read_text, run, skopeo_copy, write_file
 from test_union_crash import Disk
 
 try:
@@ -712,8 +712,7 @@ class WithImage(WithContainerd):
         super().setUpClass()
         cls.archive = cls.path("small.tar")
         layout, tag = support.image("small")
-        run("skopeo", "copy", "--insecure-policy", f"oci:{layout}:{tag}",
-            f"docker-archive:{cls.archive}:bcow.test/small:1")
+        skopeo_copy(f"oci:{layout}:{tag}", f"docker-archive:{cls.archive}:bcow.test/small:1")
 
     def setUp(self):
         super().setUp()

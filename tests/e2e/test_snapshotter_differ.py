@@ -9,7 +9,8 @@ import tarfile
 import unittest
 
 import support
-from support import bcow, need, read_bytes, read_json, read_text, run, write_file
+from support import (bcow, blob_path, manifest_in, need, read_bytes, read_json, read_text,
+                     skopeo_copy, write_file)
 from test_snapshotter import (CODES, CONFIG, ENGINE, WithContainerd, WithSnapshotter,
                               has_containerd_2)
 
@@ -26,11 +27,11 @@ class Applied(WithSnapshotter):
         return one, one.client
 
     def blob(self, layout, data, media_type=TAR):
-        digest = hashlib.sha256(data).hexdigest()
-        path = os.path.join(layout, "blobs", "sha256", digest)
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        path = blob_path(layout, digest)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         write_file(path, data)
-        return {"media_type": media_type, "digest": f"sha256:{digest}", "size": len(data)}
+        return {"media_type": media_type, "digest": digest, "size": len(data)}
 
     def apply(self, client, key, diff, parent="", name=None):
         """Makes a layer of an archive; returns the answer."""
@@ -42,13 +43,10 @@ class Applied(WithSnapshotter):
     def image(self):
         """The small image: its layout, the descriptors of its layers, and their diffIDs."""
         layout, tag = support.image("small")
-        blob = lambda digest: os.path.join(layout, "blobs", digest.replace(":", "/"))
-        [entry] = [entry for entry in read_json(os.path.join(layout, "index.json"))["manifests"]
-                   if entry["annotations"]["org.opencontainers.image.ref.name"] == tag]
-        manifest = read_json(blob(entry["digest"]))
+        manifest = manifest_in(layout, tag)
         diffs = [{"media_type": layer["mediaType"], "digest": layer["digest"],
                   "size": layer["size"]} for layer in manifest["layers"]]
-        config = read_json(blob(manifest["config"]["digest"]))
+        config = read_json(blob_path(layout, manifest["config"]["digest"]))
         return layout, diffs, config["rootfs"]["diff_ids"]
 
     def test_the_layers_of_an_image_are_made_of_its_archives(self):
@@ -237,8 +235,7 @@ class WithContainerd2(WithContainerd):
     def test_a_pulled_image_is_not_unpacked(self):
         archive = self.path("small.tar")
         layout, tag = support.image("small")
-        run("skopeo", "copy", "--insecure-policy", f"oci:{layout}:{tag}",
-            f"docker-archive:{archive}:bcow.test/small:1")
+        skopeo_copy(f"oci:{layout}:{tag}", f"docker-archive:{archive}:bcow.test/small:1")
         self.ctr("images", "import", "--snapshotter", "bcow", archive)
         client = self.snapshotter.client
         committed = client.List()

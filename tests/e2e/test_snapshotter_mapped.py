@@ -14,7 +14,7 @@ import unittest
 
 import support
 from sequences import ocilib
-from support import need, read_bytes, run, write_file
+from support import need, read_bytes, run, skopeo_copy, write_file
 from test_snapshotter import (
     CONFIG, ENGINE, WithContainerd, WithSnapshotter, has_containerd_2)
 from test_snapshotter_remote import APPLETS, libraries
@@ -188,8 +188,7 @@ class Containers(WithContainerd):
                                    {"Cmd": ["sh"], "Env": ["PATH=/bin"]})
         layout.index([(manifest, "image", None)])
         cls.archive = cls.path("links.tar")
-        run("skopeo", "copy", "--insecure-policy", f"oci:{layout.path}:image",
-            f"docker-archive:{cls.archive}:{IMAGE}")
+        skopeo_copy(f"oci:{layout.path}:image", f"docker-archive:{cls.archive}:{IMAGE}")
 
     def setUp(self):
         super().setUp()

@@ -15,7 +15,7 @@ import unittest
 
 import support
 from sequences import ocilib
-from support import bcow, need, read_bytes, read_text, run, write_file
+from support import bcow, need, read_bytes, read_text, run, skopeo_copy, write_file
 from test_remote import PASSWORD, USER, make_certificates, registry
 from test_snapshotter import SOCKETS, WithContainerd, WithSnapshotter, has_containerd_2
 from web import listening
@@ -166,8 +166,8 @@ class WithRegistry:
         # For the mounts, too: they are processes of the snapshotter.
         support.set_environment(cls, SSL_CERT_FILE=cls.path("ca.pem"))
         for name in "image", "over":
-            run("skopeo", "--insecure-policy", "copy", "--dest-tls-verify=false", "--dest-authfile",
-                cls.auth, f"oci:{layout.path}:{name}", f"docker://{cls.address}/team/{name}:1")
+            skopeo_copy(f"oci:{layout.path}:{name}", f"docker://{cls.address}/team/{name}:1",
+                        cls.auth)
         cls.name = f"{cls.address}/team/image:1"
         bcow("convert", "--referrer", "--auth-file", cls.auth, f"oci:{layout.path}:image",
              f"docker://{cls.name}", env={"BCOW_CACHE": cls.path("unused")})

@@ -8,7 +8,7 @@ import shutil
 import unittest
 
 import support
-from support import need, read_bytes, read_text, run, write_file
+from support import need, overwrite, read_bytes, read_text, run, write_file
 from test_snapshotter import WithSnapshotter
 
 # Without them, the base of the tests reports what is missing.
@@ -258,8 +258,7 @@ class DamagedStates(WithSnapshots):
                 run("umount", place)
                 # While it is mounted, in every byte that was not read yet.
                 with self.mounted(one.client.Mounts(key="v")) as root:
-                    with open(path, "r+b") as file:
-                        file.write(bytes(byte ^ 1 for byte in good))
+                    overwrite(path, 0, bytes(byte ^ 1 for byte in good))
                     self.assertEqual(sorted(os.listdir(root)), ["high", "low"])
                     self.assertEqual(read_text(os.path.join(root, "high")), "high")
                 write_file(path, good)

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import unittest
 
 from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, converted,
                      for_everyone, image, mounted, need, run)
@@ -96,7 +95,3 @@ class Sources(Scratch):
     def test_uncompressed_gives_the_same_tree(self):
         bcow("convert", self.source, self.image, "--compress", "none")
         self.assert_is_the_tree(self.image)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A Debian image stored layer by layer: every reader of the stack finds the tree that umoci
 unpacks."""
 
@@ -6,10 +5,9 @@ import json
 import os
 import sys
 import tempfile
-import unittest
 
 from support import (READER, WORK, Scratch, assert_same_tree, assert_second_reader_agrees, bcow,
-                     is_mounted, mounted, need, need_kernel, read_json, run)
+                     blob_path, is_mounted, manifest_in, mounted, need, need_kernel, run)
 
 KINDS = {"compressed": [], "plain": ["--plain"], "dedup": ["--dedup-lower"]}
 
@@ -30,13 +28,9 @@ class Stacks(Scratch):
     def blobs(self, kind):
         """The files of the layers, lowest first, and that of the stack."""
         shown = json.loads(bcow("inspect", "--json", self.name(kind)).out)
-        manifests = read_json(os.path.join(self.layout, "index.json"))["manifests"]
-        [manifest] = [one for one in manifests
-                      if one["annotations"]["org.opencontainers.image.ref.name"] == kind]
-        with open(os.path.join(self.layout, "blobs", *manifest["digest"].split(":"))) as text:
-            digests = [layer["digest"] for layer in json.load(text)["layers"]]
+        digests = [layer["digest"] for layer in manifest_in(self.layout, kind)["layers"]]
         self.assertEqual(digests[:-1], [layer["digest"] for layer in shown["stack"]["layers"]])
-        return [os.path.join(self.layout, "blobs", *digest.split(":")) for digest in digests]
+        return [blob_path(self.layout, digest) for digest in digests]
 
     def test_the_mounted_stack_is_the_tree(self):
         for kind in KINDS:
@@ -80,7 +74,3 @@ class Stacks(Scratch):
             stack = self.blobs(kind)[-1]
             run(os.environ.get("BCOW_PYTHON", sys.executable), READER, "check", stack)
             assert_second_reader_agrees(self, self.name(kind), stack, "--store", self.layout)
-
-
-if __name__ == "__main__":
-    unittest.main()

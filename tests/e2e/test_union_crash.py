@@ -24,7 +24,7 @@ import subjects
 import support
 import syscalls
 from promises import promise
-from support import read_bytes, run, write_file
+from support import read_bytes, run, sparse_file, write_file
 from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_CRASHES") or 10)
@@ -403,8 +403,7 @@ class Disk:
     def __init__(self, directory):
         self.image, self.where = os.path.join(directory, "disk.ext4"), os.path.join(
             directory, "disk")
-        with open(self.image, "wb") as file:
-            file.truncate(64 << 20)
+        sparse_file(self.image, 64 << 20)
         run("mkfs.ext4", "-q", "-F", self.image)
         os.mkdir(self.where)
         run("mount", "-o", self.OPTIONS, self.image, self.where)

@@ -16,7 +16,7 @@ import subjects
 import support
 import syscalls
 from promises import promise
-from support import bcow, read_bytes, run, write_file
+from support import append_to, bcow, read_bytes, run, write_file
 from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_ROUNDS") or 3)
@@ -223,8 +223,7 @@ class Directories(LowerCase):
             with self.subTest(subject=name), subjects.shown(name, self.lower) as mount:
                 for path in ("d/e/f/three", "d/one", "other/four", "d/e/large"):
                     full = os.path.join(mount.where, path)
-                    with open(full, "ab") as file:
-                        file.write(b"more")
+                    append_to(full, b"more")
                     archive = os.path.join(mount.directory, "a.tar")
                     packed = run("tar", "-C", mount.where, "-cf", archive, ".")
                     self.assertEqual(packed.err, b"", path)

@@ -16,8 +16,8 @@ import tempfile
 
 import syscalls
 from promises import promise
-from support import (UNPRIVILEGED, assert_refused, bcow, flip, is_mounted, overwrite, read_bytes,
-                     read_text, run, until, write_file)
+from support import (UNPRIVILEGED, append_to, assert_refused, bcow, flip, is_mounted, overwrite,
+                     read_bytes, read_text, run, until, write_file)
 from union import UnionCase
 
 BIG = "d2/big"
@@ -116,8 +116,8 @@ class Refusals(UnionCase):
         self.assertEqual(self.read("kept"), b"kept")
         self.mount.kill()
         run("umount", "-l", self.where)
-        with open(os.path.join(self.upper, ".bcow", "volatile"), "w") as file:
-            file.write("11111111-2222-3333-4444-555555555555\n")
+        write_file(os.path.join(self.upper, ".bcow", "volatile"),
+                   "11111111-2222-3333-4444-555555555555\n")
         self.refused(self.upper, "upper", r"(?i)volatile")
 
 
@@ -163,9 +163,7 @@ class Space(UnionCase):
         names = [BIG, "d1/odd", "d2/three", "d0/sub/deep/file"]
         want = {name: self.original(name) for name in names}
         for name in names:
-            with open(self.at(name), "r+b", buffering=0) as file:
-                file.seek(5000)
-                file.write(b"before")
+            overwrite(self.at(name), 5000, b"before")
             want[name][5000:5006] = b"before"
         self.fill("filler", 1 << 30)
         self.fill("filler-too", 1 << 30, b"f")
@@ -193,10 +191,7 @@ class Space(UnionCase):
         os.unlink(self.at("filler"))
         self.wait_for_room()
         for name in names:
-            with open(self.at(name), "r+b", buffering=0) as file:
-                file.seek(60_000)
-                file.write(b"after")
-                os.fsync(file.fileno())
+            overwrite(self.at(name), 60_000, b"after", sync=True)
             want[name][60_000:60_005] = b"after"
         os.rename(self.at("d1"), self.at("d7"))
         self.remount()
@@ -353,8 +348,7 @@ class Space(UnionCase):
         os.mkdir(self.upper)
         self.mount.mount()
         for name in ("d0/hundred", "d1/small", BIG):
-            with open(self.at(name), "r+b", buffering=0) as file:
-                file.write(b"changed")
+            overwrite(self.at(name), 0, b"changed")
             os.setxattr(self.at(name), "user.x", b"x")
         os.chmod(self.at("d0/sub"), 0o700)
         shutil.rmtree(self.at("d0/sub/deep"))
@@ -423,9 +417,7 @@ class Space(UnionCase):
         self.mount.options.append("--size-limit=2M")
         self.mount.mount()
         for number in range(count):
-            with open(self.at(str(number)), "r+b", buffering=0) as file:
-                file.seek(size // 2 + 100)
-                file.write(b"!")
+            overwrite(self.at(str(number)), size // 2 + 100, b"!")
         self.mount.unmount()
         stored = self.stored()
         self.assertLess(stored, count * 5 * PAGE)
@@ -475,9 +467,7 @@ class LastFlush(UnionCase):
 
     def synchronised(self):
         """Writes to a file and syncs it; returns its content."""
-        with open(self.at(BIG), "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), b"synchronised", 500_000)
-            os.fsync(file.fileno())
+        overwrite(self.at(BIG), 500_000, b"synchronised", sync=True)
         want = self.original(BIG)
         want[500_000:500_012] = b"synchronised"
         return want
@@ -545,8 +535,7 @@ class LastFlush(UnionCase):
         # The kernel reports the error to the first process that syncs the file system: here the
         # mount's background.
         for number in range(4):
-            with open(self.at("many", f"entry-{number:03}"), "ab", buffering=0) as file:
-                file.write(b"copied")
+            append_to(self.at("many", f"entry-{number:03}"), b"copied")
         marked = [os.path.join(self.upper, "many", f"entry-{number:03}") for number in range(4)]
         until(lambda: not any("trusted.overlay.metacopy" in os.listxattr(path) for path in marked),
               "the copies are whole")
@@ -559,8 +548,7 @@ class LastFlush(UnionCase):
     def test_unmount_reports_that_the_process_was_killed(self):
         self.mount.mount()
         want = self.synchronised()
-        with open(self.at(BIG), "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), b"lost", 900_000)
+        overwrite(self.at(BIG), 900_000, b"lost")
         disk = os.open(os.path.dirname(self.upper), os.O_RDONLY)
         process = self.mount.process
         fcntl.ioctl(disk, self.FREEZE, 0)
@@ -648,9 +636,7 @@ class Damage(UnionCase):
         self.assert_error("EIO", os.pread, fd, 4096, 40_960)
         self.assert_error("EIO", os.fsync, fd)
         # The rest is readable and writable.
-        with open(self.at(BIG), "r+b", buffering=0) as file:
-            file.write(b"lives")
-            os.fsync(file.fileno())
+        overwrite(self.at(BIG), 0, b"lives", sync=True)
         self.assertEqual(self.read(BIG), b"lives" + self.original(BIG)[5:])
         self.assertRegex(self.mount.output(),
                          r"damaged.bcow at \S+: /d1/odd: cannot read at byte \d+: .*checksum")

@@ -274,8 +274,7 @@ def children():
     """Child processes of this process, from any thread."""
     found = set()
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as own:
-            found |= set(own.read().split())
+        found |= set(read_text(f"/proc/self/task/{task}/children").split())
     return found
 
 

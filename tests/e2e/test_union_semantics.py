@@ -25,7 +25,7 @@ import syscalls
 import tree
 from promises import promise
 from subjects import content
-from support import read_bytes, run, write_file
+from support import append_to, overwrite, read_bytes, run, sparse_file, write_file
 from union import UnionCase
 
 ROOT, ALICE, BOB = (0, 0), (1000, 1000), (1001, 1001)
@@ -340,9 +340,7 @@ class Remounts(UnionCase):
         names = ("d0/hundred", "d2/holes", BIG, "d1/large", "top")
         for round_ in range(40):
             for name in names:
-                with open(self.at(name), "r+b") as file:
-                    file.seek(5000 * round_ % 90_000)
-                    file.write(b"x" * 10)
+                overwrite(self.at(name), 5000 * round_ % 90_000, b"x" * 10)
                 self.write(f"new-{os.path.basename(name)}", b"y" * 5000)
             support.run("cat", *map(self.at, names))
             support.run("umount", self.where)
@@ -455,8 +453,7 @@ class Names(UnionCase):
     def test_links_stay_links(self):
         names = ["d2/three", "d0/sub/three", "three"]
         want = self.original("three")
-        with open(self.at(names[0]), "r+b") as file:
-            file.write(b"changed")
+        overwrite(self.at(names[0]), 0, b"changed")
         want[:7] = b"changed"
         os.link(self.at(names[1]), self.at("fourth"))
         names.append("fourth")
@@ -501,8 +498,7 @@ class Names(UnionCase):
         for path in names:
             os.chown(self.at(path), 5, 6, follow_symlinks=False)
         for path in (BIG, "d0/hundred", "three", "made/file"):
-            with open(self.at(path), "r+b") as file:
-                file.write(b"changed")
+            overwrite(self.at(path), 0, b"changed")
         self.assertEqual(numbers(names), before)
         os.rename(self.at("d1"), self.at("d8"))
         os.rename(self.at("d0/hundred"), self.at("d8/hundred"))
@@ -564,8 +560,7 @@ class Names(UnionCase):
         self.assert_error("ENAMETOOLONG", os.stat, self.at("x" * 256))
         # A name of that length in the image can still be changed, renamed and removed.
         long = "d2/" + "n" * 255
-        with open(self.at(long), "ab") as file:
-            file.write(b"more")
+        append_to(self.at(long), b"more")
         os.rename(self.at(long), self.at("e" * 255))
         self.remount()
         self.assertEqual(self.read("e" * 255), b"n" * 255 + b"more")
@@ -775,8 +770,7 @@ class Attributes(UnionCase):
             return os.stat(self.at(name)).st_mode & 0o7777
 
         def write(name):
-            with open(self.at(name), "r+b") as file:
-                file.write(b"x")
+            overwrite(self.at(name), 0, b"x")
 
         def grow(name):
             fd = self.open(name)
@@ -887,8 +881,7 @@ class Attributes(UnionCase):
             for name in names:
                 self.assert_error("ENODATA", os.getxattr, self.at(path), name)
                 os.setxattr(self.at(path), name, b"/made/up")
-        with open(self.at(BIG), "r+b") as file:
-            file.write(b"sketch")
+        overwrite(self.at(BIG), 0, b"sketch")
         os.setxattr(self.at("d2"), "trusted.overlay.opaque", b"y")
         want = self.original(BIG)
         want[:6] = b"sketch"
@@ -926,9 +919,7 @@ class Attributes(UnionCase):
         self.assertEqual((second[0], second[1] > first[1]), (first[0], True))
         begin = time.time_ns()
         for offset in range(0, 200_000, 5000):
-            with open(path, "r+b") as file:
-                file.seek(offset)
-                file.write(b"x")
+            overwrite(path, offset, b"x")
         third = times()
         self.assertGreater(third[0], second[0])
         self.assertGreaterEqual(third[0], begin - 20_000_000)
@@ -985,8 +976,7 @@ class Attributes(UnionCase):
         memory = os.path.join(self.mount.directory, "noting")
         os.mkdir(memory)
         disk = os.path.join(self.mount.directory, "noting.ext4")
-        with open(disk, "wb") as file:
-            file.truncate(32 << 20)
+        sparse_file(disk, 32 << 20)
         support.run("mkfs.ext4", "-q", "-F", disk)
         support.run("mount", "-o", "loop,strictatime", disk, memory)
         self.addCleanup(support.run, "umount", "-l", memory)
@@ -1000,8 +990,7 @@ class Attributes(UnionCase):
         os.symlink("new-file", self.at("new-link"))
         os.chmod(self.at("d0"), 0o750)
         os.chmod(self.at("d0/hundred"), 0o640)
-        with open(self.at(BIG), "r+b") as file:
-            file.write(b"changed")
+        overwrite(self.at(BIG), 0, b"changed")
         os.chown(self.at("link"), 7, 7, follow_symlinks=False)
         names = ["new-file", "new-directory", "new-link", "d0", "d0/hundred", BIG, "link", "d2",
                  "."]
@@ -1038,8 +1027,7 @@ class Attributes(UnionCase):
         self.assertEqual(os.stat(self.at(BIG)).st_blocks, whole)
         os.chmod(self.at(BIG), 0o600)
         self.assertEqual(os.stat(self.at(BIG)).st_blocks, whole)
-        with open(self.at(BIG), "r+b") as file:
-            file.write(b"x")
+        overwrite(self.at(BIG), 0, b"x")
         self.assertTrue(whole <= os.stat(self.at(BIG)).st_blocks <= whole + 64,
                         os.stat(self.at(BIG)).st_blocks)
         # Holes do not count, even in a file without data.
@@ -1172,9 +1160,7 @@ class InOtherHands(UnionCase):
         support.assert_same_tree(self, want, have)
 
     def test_a_partial_is_no_file_to_overlayfs(self):
-        with open(self.at(BIG), "r+b") as file:
-            file.seek(300_000)
-            file.write(b"partly")
+        overwrite(self.at(BIG), 300_000, b"partly")
         self.mount.unmount()
         seen = self.overlay()
         self.addCleanup(run, "umount", seen)

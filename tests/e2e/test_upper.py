@@ -18,8 +18,8 @@ import tempfile
 import unittest
 
 import support
-from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, flip,
-                     for_everyone, is_mounted, need, read_bytes, run, until, write_file)
+from support import (UNPRIVILEGED, WORK, append_to, assert_refused, assert_same_tree, bcow, flip,
+                     for_everyone, is_mounted, need, overwrite, read_bytes, run, until, write_file)
 import tree
 
 OVERLAY = "metacopy=on,redirect_dir=on,index=off,xino=off"
@@ -67,15 +67,12 @@ def make_lower(top):
 
 def change(top):
     """Typical changes of a container."""
-    with open(f"{top}/etc/config", "ab") as file:
-        file.write(b"two\n")
+    append_to(f"{top}/etc/config", b"two\n")
     os.setxattr(f"{top}/etc/config", "user.new", b"\0binary\xff")
     os.removexattr(f"{top}/etc/config", "user.dropped")
     os.chmod(f"{top}/etc/setuid", 0o755)
     os.chown(f"{top}/var/lib/data/other", 1000, 1001)
-    with open(f"{top}/var/lib/data/table", "r+b") as file:
-        file.seek(1 << 20)
-        file.write(b"changed")
+    overwrite(f"{top}/var/lib/data/table", 1 << 20, b"changed")
     shutil.rmtree(f"{top}/gone")
     os.rename(f"{top}/moved", f"{top}/usr/lib/renamed")
     write(f"{top}/usr/lib/renamed/inside/new", b"new")
@@ -229,9 +226,7 @@ class Uppers:
             "on-top-whole.bcow")
         with support.mounted(self.base, "--upper", upper, layers=[layer]) as where:
             write(f"{where}/etc/on-top", b"new")
-            with open(f"{where}/var/lib/data/table", "r+b") as file:
-                file.seek(8192)
-                file.write(b"changed")
+            overwrite(f"{where}/var/lib/data/table", 8192, b"changed")
             os.unlink(f"{where}/new-1")
         commit = ("commit", self.base, "--layer", layer, "--upper", upper)
         bcow(*commit, second, env=EPOCH)
@@ -387,8 +382,7 @@ class OfBcow(Uppers, unittest.TestCase):
         upper = self.path("second-upper")
         shutil.rmtree(upper, ignore_errors=True)
         with support.mounted(f"oci:{layout}:stack", "--upper", upper) as where:
-            with open(f"{where}/etc/unchanged", "ab") as file:
-                file.write(b"changed after all")
+            append_to(f"{where}/etc/unchanged", b"changed after all")
             os.unlink(f"{where}/holes")
         bcow("commit", f"oci:{layout}:stack", "--upper", upper, f"oci:{layout}:third", env=EPOCH)
         before, after = (json.loads(run("skopeo", "inspect", "--raw", f"oci:{layout}:{name}").out)
@@ -456,11 +450,8 @@ class OfBcow(Uppers, unittest.TestCase):
                         os.unlink(f"{self.merged}/{name}")
                     # Records appended to a map.
                     for block in (1, 20):
-                        with open(f"{self.merged}/var/lib/data/table", "r+b") as file:
-                            file.seek(block * 4096)
-                            file.write(b"x")
-                            file.flush()
-                            os.fsync(file.fileno())
+                        overwrite(f"{self.merged}/var/lib/data/table", block * 4096,
+                                  b"x", sync=True)
                     if end == "umount":
                         bcow("umount", self.merged, timeout=60)
                     else:
@@ -679,7 +670,3 @@ class Rootless(unittest.TestCase):
         found = bcow("diff", after, flat, check=False)
         self.assertEqual((found.code, found.out), (0, b""), str(found))
         self.assertIn(b"4711", bcow("ls", "--json", flat, "/etc/config").out)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -6,7 +6,7 @@ import os
 
 import subjects
 import support
-from support import read_bytes
+from support import read_bytes, sparse_file
 import syscalls
 
 
@@ -118,8 +118,7 @@ class UnionCase(LowerCase):
         Returns the mount point."""
         image, where = os.path.join(at or self.mount.directory, "disk.ext4"), os.path.join(
             self.mount.directory, "disk")
-        with open(image, "wb") as file:
-            file.truncate(mib << 20)
+        sparse_file(image, mib << 20)
         support.run("mkfs.ext4", "-q", "-F", "-m", "0", image)
         os.mkdir(where)
         support.run("mount", "-o", options, image, where)

@@ -5,6 +5,7 @@ import http.server
 import os
 import re
 import socket
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -68,13 +69,30 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data) if length is None else length))
         self.end_headers()
-        self.wfile.write(data if cut is None else data[:cut])
+        if self.command != "HEAD":
+            self.wfile.write(data if cut is None else data[:cut])
         if cut is not None:
             self.wfile.flush()
             self.close_connection = True
 
+    def send_content(self, data, cut=None):
+        """Sends the data, or the range of them that is asked for."""
+        if asked := self.asked_range(len(data)):
+            first, last = asked
+            headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+            self.answer(206, data[first:last + 1], headers, cut)
+        else:
+            self.answer(200, data, cut=cut)
+
     def log_message(self, *_):
         pass
+
+
+def tls(directory):
+    """The context of a server with the certificate of `make_certificates`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*(os.path.join(directory, f"leaf.{end}") for end in ("pem", "key")))
+    return context
 
 
 def free_port():

@@ -19,21 +19,10 @@ fn flip(sandbox: &Sandbox, name: &str, at: usize) {
     sandbox.patch(name, |file| file[at] ^= 0x40);
 }
 
-/// Where `needle` is in a file.
-fn find(sandbox: &Sandbox, name: &str, needle: &[u8]) -> usize {
-    sandbox
-        .read(name)
-        .windows(needle.len())
-        .position(|window| window == needle)
-        .unwrap()
-}
-
 #[test]
 fn damaged_file_content() {
     let sandbox = Sandbox::with_image();
-    // Blocks are stored as they are, so the content can be found.
-    let at = find(&sandbox, "image.bcow", &noise(10_000)[..64]);
-    flip(&sandbox, "image.bcow", at);
+    sandbox.damage_su("image.bcow", 0);
     let shown = sandbox.all_shown(&[
         &["cat", "image.bcow", "usr/bin/su"],
         &["fsck", "image.bcow"],
@@ -68,8 +57,7 @@ fn fsck_with_a_root_hash_reads_every_byte() {
         (&json["checked"], &json["data"]),
         (&"all".into(), &true.into())
     );
-    let at = find(&sandbox, "image.bcow", &noise(10_000)[..64]);
-    flip(&sandbox, "image.bcow", at);
+    sandbox.damage_su("image.bcow", 0);
     sandbox.ok(&["fsck", "image.bcow"]);
     let shown = sandbox.shown(&["fsck", &root, "image.bcow"]);
     assert!(shown.contains("error merkle: "), "{shown}");
@@ -109,8 +97,7 @@ fn damaged_files_beyond_the_limit_are_counted() {
     sandbox.ok(&words(
         "convert --compress=none --block-size=4K tar:many.tar many.bcow",
     ));
-    let at = find(&sandbox, "many.bcow", &content[..64]);
-    flip(&sandbox, "many.bcow", at);
+    sandbox.damage_su("many.bcow", 0);
     let output = sandbox.run(&["fsck", "--data", "--json", "many.bcow"]);
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     let findings = json["findings"].as_array().unwrap();
@@ -161,10 +148,11 @@ fn damaged_json_section_leaves_the_rest_to_see() {
     let inspect = sandbox.run(&["inspect", "image.bcow"]);
     assert_eq!(inspect.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&inspect.stdout).contains("EROFS"));
-    snapshot!(
-        "json_section_inspect",
-        String::from_utf8_lossy(&inspect.stderr)
-    );
+    snapshot!(String::from_utf8_lossy(&inspect.stderr), @r"
+    error: cannot read the metadata of image.bcow
+      caused by: metadata: checksum is [CRC], the header says [CRC]
+    hint: `bcow fsck image.bcow` lists all damage
+    ");
     sandbox.ok(&["ls", "image.bcow"]);
 }
 
@@ -172,20 +160,48 @@ fn damaged_json_section_leaves_the_rest_to_see() {
 fn damaged_headers() {
     let sandbox = Sandbox::with_image();
     flip(&sandbox, "image.bcow", 60);
-    snapshot!("one_slot_fsck", sandbox.shown(&["fsck", "image.bcow"]));
+    snapshot!(sandbox.shown(&["fsck", "image.bcow"]), @r"
+    $ bcow fsck image.bcow
+    warning header-slot: header slot A: is damaged or empty; the other slot serves
+    image.bcow: structure clean, 1 warning (0 tables, 30 blocks, 19 inodes, data not checked)
+    --- exit status 0
+    ");
     let output = sandbox.run(&["fsck", "--json", "image.bcow"]);
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(json["findings"][0]["repair"], "writes the slot again");
     sandbox.ok(&["ls", "image.bcow"]);
-    snapshot!(
-        "one_slot_repaired",
-        sandbox.shown(&["fsck", "--repair", "image.bcow"])
-            + &sandbox.shown(&["fsck", "--repair", "image.bcow"])
-    );
+    let shown = [0, 1].map(|_| sandbox.shown(&["fsck", "--repair", "image.bcow"]));
+    snapshot!(shown.concat(), @r"
+    $ bcow fsck --repair image.bcow
+    repaired: header slot A was damaged and is written again
+    image.bcow: structure clean (0 tables, 30 blocks, 19 inodes, data not checked)
+    --- stderr
+    hint: the content of blocks was not checked: `bcow fsck --data image.bcow` reads it too
+    --- exit status 1
+    $ bcow fsck --repair image.bcow
+    image.bcow: structure clean (0 tables, 30 blocks, 19 inodes, data not checked)
+    --- stderr
+    hint: the content of blocks was not checked: `bcow fsck --data image.bcow` reads it too
+    --- exit status 0
+    ");
     flip(&sandbox, "image.bcow", 60);
     flip(&sandbox, "image.bcow", 512 + 60);
     let shown = sandbox.all_shown(&[&["ls", "image.bcow"], &["fsck", "image.bcow"]]);
-    snapshot!("both_slots", shown);
+    snapshot!(shown, @r"
+    $ bcow ls image.bcow
+    --- stderr
+    error: cannot open image.bcow
+      caused by: both header slots are damaged (checksum)
+    hint: `bcow fsck image.bcow` lists all damage
+    --- exit status 1
+
+    $ bcow fsck image.bcow
+    error header-crc: header: both header slots are damaged (checksum)
+    image.bcow: damaged: 1 error found (0 tables, 0 blocks, data not checked)
+    --- stderr
+    hint: `bcow convert` creates the image again from its source
+    --- exit status 4
+    ");
 }
 
 #[test]
@@ -195,7 +211,21 @@ fn truncated_image() {
     let shown = sandbox.shown(&["inspect", "image.bcow"]) + &sandbox.shown(&["fsck", "image.bcow"]);
     let filters = vec![(r"\d+ bytes", "[N] bytes"), (r"says \d+", "says [N]")];
     insta::with_settings!({filters => filters}, {
-        insta::assert_snapshot!("truncated", shown);
+        insta::assert_snapshot!(shown, @r"
+        $ bcow inspect image.bcow
+        --- stderr
+        error: cannot open image.bcow
+          caused by: the file is [N] bytes long, its header says [N]: it was cut short
+        hint: copy it again from where it came, or convert its source again
+        --- exit status 1
+        $ bcow fsck image.bcow
+        error truncated: header: the file is [N] bytes long, its header says [N]: it was cut short
+        image.bcow: damaged: 1 error found (0 tables, 0 blocks, data not checked)
+        --- stderr
+        hint: `bcow convert` creates the image again from its source
+        hint: `bcow fsck --repair --from COPY image.bcow` restores it from another copy
+        --- exit status 4
+        ");
     });
 }
 

@@ -135,7 +135,12 @@ fn lines_can_end_with_zeros() {
 fn images_of_one_tree_do_not_differ_however_they_are_stored() {
     let sandbox = Sandbox::with_image();
     sandbox.ok(&["convert", "-q", "sample.tar", "other.bcow"]);
-    snapshot!(sandbox.shown(&["diff", "image.bcow", "other.bcow"]));
+    snapshot!(sandbox.shown(&["diff", "image.bcow", "other.bcow"]), @r"
+    $ bcow diff image.bcow other.bcow
+    --- stderr
+    no difference in 20 paths
+    --- exit status 0
+    ");
     let json = sandbox.json(&["diff", "--json", "image.bcow", "other.bcow"]);
     assert_eq!(json["entries"], serde_json::json!([]));
     assert!(json["summary"]["compared_bytes"].as_u64().unwrap() > 200_000);
@@ -156,14 +161,7 @@ fn trouble_is_something_else_than_a_difference() {
     sandbox.ok(&words(
         "convert -q sample.tar --compress=none --block-size=4K damaged.bcow",
     ));
-    let needle = &noise(10_000)[..64];
-    sandbox.patch("damaged.bcow", |file| {
-        let at = file
-            .windows(64)
-            .position(|window| window == needle)
-            .unwrap();
-        file[at] ^= 1;
-    });
+    sandbox.damage_su("damaged.bcow", 0);
     let shown = [
         sandbox.shown(&["diff", "image.bcow", "no-image"]),
         sandbox.shown(&["diff", "no-such-file", "image.bcow"]),
@@ -191,7 +189,14 @@ fn layers_that_two_stacks_share_are_not_read() {
         sandbox.ok(&["convert", "-q", &from, &to]);
     }
     let shown = sandbox.shown(&["diff", "oci:stacks:one", "oci:stacks:two"]);
-    snapshot!(shown);
+    snapshot!(shown, @r"
+    $ bcow diff oci:stacks:one oci:stacks:two
+    D	/etc/motd	file
+    M	/etc/passwd	size 30->32, content
+    --- stderr
+    0 added, 1 removed, 1 changed, 0 of another type, 18 the same
+    --- exit status 1
+    ");
     let summary = |a: &str, b: &str| -> Value {
         let output = sandbox.run(&["diff", "--json", "--summary", a, b]);
         let json: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -239,7 +244,10 @@ fn a_layer_against_another_shows_its_whiteouts() {
     let output = sandbox.run(&["diff", "-q", &layer(0), &layer(1)]);
     assert_eq!(output.status.code(), Some(1));
     let shown = String::from_utf8(output.stdout).unwrap();
-    snapshot!(shown);
+    snapshot!(shown, @r"
+    M	/a	xattr trusted.overlay.opaque added
+    T	/a/b	file->whiteout
+    ");
 }
 
 #[test]

@@ -26,7 +26,12 @@ fn extracted_files_have_their_extended_attributes() {
 #[test]
 fn a_directory_of_the_image_becomes_the_destination() {
     let sandbox = Sandbox::with_image();
-    snapshot!(sandbox.shown(&["extract", "image.bcow", "/usr", "usr"]));
+    snapshot!(sandbox.shown(&["extract", "image.bcow", "/usr", "usr"]), @r"
+    $ bcow extract image.bcow /usr usr
+    --- stderr
+    usr: 4 entries extracted, 9.77 KiB of file content
+    --- exit status 0
+    ");
     assert!(sandbox.read("usr/bin/sudo") == noise(10_000));
 }
 
@@ -151,7 +156,14 @@ fn ordinary_user_gets_files_without_privileged_attributes() {
     std::fs::set_permissions(sandbox.path(""), open).unwrap();
     let args = ["extract", "odd.bcow", "out"];
     let output = sandbox.command_as(65534, &args).output().unwrap();
-    snapshot!(crate::support::show(&args, &output));
+    snapshot!(crate::support::show(&args, &output), @r"
+    $ bcow extract odd.bcow out
+    --- stderr
+    warning: left out 1 device node that only root can create (the first: disk)
+    warning: left out 1 extended attribute that only root can set (the first: capable)
+    out: 5 entries extracted, 6 B of file content
+    --- exit status 0
+    ");
     let capable = metadata(&sandbox, "out/capable");
     assert_eq!(capable.permissions().mode() & 0o7777, 0o711);
     assert_eq!((capable.uid(), capable.gid()), (65534, 65534));

@@ -19,24 +19,35 @@ fn with_small_disk(sandbox: &Sandbox, args: &[&str]) -> Option<std::process::Out
 #[test]
 fn full_disk() {
     let sandbox = Sandbox::with_image();
-    for (name, args) in [
-        (
-            "full_disk_convert",
-            &["convert", "--compress=none", "sample.tar", "small/new.bcow"][..],
-        ),
-        (
-            "full_disk_export",
-            &["export", "image.bcow", "--to=raw", "-o", "small/new.raw"],
-        ),
-        (
-            "full_disk_extract",
-            &["extract", "--no-xattrs", "image.bcow", "var", "small/new"],
-        ),
+    let mut shown = String::new();
+    for args in [
+        &["convert", "--compress=none", "sample.tar", "small/new.bcow"][..],
+        &["export", "image.bcow", "--to=raw", "-o", "small/new.raw"],
+        &["extract", "--no-xattrs", "image.bcow", "var", "small/new"],
     ] {
-        if let Some(output) = with_small_disk(&sandbox, args) {
-            snapshot!(name, show(args, &output));
-        }
+        let Some(output) = with_small_disk(&sandbox, args) else {
+            return;
+        };
+        shown += &show(args, &output);
     }
+    snapshot!(shown, @r"
+    $ bcow convert --compress=none sample.tar small/new.bcow
+    --- stderr
+    error: cannot write small/new.bcow
+      caused by: No space left on device
+    hint: free space in small; the incomplete file was removed
+    --- exit status 1
+    $ bcow export image.bcow --to=raw -o small/new.raw
+    --- stderr
+    error: cannot write small/new.raw
+      caused by: No space left on device
+    --- exit status 1
+    $ bcow extract --no-xattrs image.bcow var small/new
+    --- stderr
+    error: cannot write small/new/data
+      caused by: No space left on device
+    --- exit status 1
+    ");
 }
 
 #[test]

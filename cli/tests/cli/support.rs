@@ -216,6 +216,16 @@ impl Sandbox {
         change(&mut bytes);
         self.write(name, &bytes);
     }
+
+    /// Damages a byte of `usr/bin/su` of [`sample`], which is `usr/bin/sudo` too, in a file that
+    /// stores blocks as they are.
+    pub fn damage_su(&self, name: &str, offset: usize) {
+        self.patch(name, |bytes| {
+            let needle = &noise(10_000)[offset..offset + 64];
+            let at = bytes.windows(64).position(|window| window == needle);
+            bytes[at.unwrap()] ^= 0x40;
+        });
+    }
 }
 
 /// The arguments of a command line, none of which has a space in it.
@@ -241,6 +251,9 @@ pub fn show(args: &[&str], output: &Output) -> String {
 
 /// Compares with a snapshot, with everything filtered out that may change.
 macro_rules! snapshot {
+    ($text:expr, @$expected:literal) => {
+        $crate::support::settings().bind(|| insta::assert_snapshot!($text, @$expected))
+    };
     ($text:expr) => {
         $crate::support::settings().bind(|| insta::assert_snapshot!($text))
     };

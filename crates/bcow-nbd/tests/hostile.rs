@@ -3,6 +3,7 @@
 
 mod common;
 
+use bcow_testkit::changed;
 use common::{Client, DISK_BYTES, MemoryDisk, Running, string};
 use std::io::Write;
 use std::sync::{Arc, RwLock};
@@ -258,10 +259,7 @@ fn reads_larger_than_a_payload_are_refused_whatever_the_size_of_the_disk() {
         description: String::new(),
         device: Device::ReadOnly(std::sync::Arc::new(Endless)),
     };
-    let options = ServerOptions {
-        memory_bytes: 4 << 20,
-        ..ServerOptions::default()
-    };
+    let options = changed(ServerOptions::default(), |new| new.memory_bytes = 4 << 20);
     let server = Server::new(Exports::new(vec![export]).unwrap(), options).unwrap();
     let stopper = server.stopper();
     let directory = tempfile::tempdir().unwrap();
@@ -387,10 +385,7 @@ fn a_thousand_connections_are_too_many_and_not_for_long() {
         maximum: most,
     };
     setrlimit(Resource::Nofile, raised).unwrap();
-    let options = ServerOptions {
-        max_clients: 200,
-        ..impatient()
-    };
+    let options = changed(impatient(), |new| new.max_clients = 200);
     let server = Running::with(MemoryDisk::new(), options);
     let mut busy = server.client("disk", Framing::Structured);
     let crowd: Vec<Client> = (0..1000).map(|_| server.connect()).collect();
@@ -438,10 +433,7 @@ fn noise_does_no_harm() {
 #[test]
 fn a_client_that_leaves_before_a_large_read_takes_no_memory_with_it() {
     const LARGE: u64 = 1 << 20;
-    let options = ServerOptions {
-        memory_bytes: LARGE,
-        ..ServerOptions::default()
-    };
+    let options = changed(ServerOptions::default(), |new| new.memory_bytes = LARGE);
     let gate = Arc::new(RwLock::new(()));
     let mut disk = MemoryDisk::new();
     let behind = gate.clone();

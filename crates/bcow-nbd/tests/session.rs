@@ -2,6 +2,7 @@
 
 mod common;
 
+use bcow_testkit::changed;
 use common::{Client, DISK_BYTES, MemoryDisk, Running, counting};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
@@ -340,10 +341,7 @@ fn what_is_being_done_is_finished_when_the_server_stops() {
 
 #[test]
 fn clients_beyond_the_limit_get_an_error() {
-    let options = ServerOptions {
-        max_clients: 2,
-        ..ServerOptions::default()
-    };
+    let options = changed(ServerOptions::default(), |new| new.max_clients = 2);
     let server = Running::with(MemoryDisk::new(), options);
     let first = server.client("disk", Framing::Simple);
     let _second = server.client("disk", Framing::Simple);
@@ -369,10 +367,7 @@ fn clients_beyond_the_limit_get_an_error() {
 
 #[test]
 fn rate_holds_a_client_back() {
-    let options = ServerOptions {
-        rate: Some(1 << 20),
-        ..ServerOptions::default()
-    };
+    let options = changed(ServerOptions::default(), |new| new.rate = Some(1 << 20));
     let server = Running::with(MemoryDisk::new(), options);
     let mut client = server.client("image", Framing::Structured);
     let begin = Instant::now();

@@ -81,6 +81,12 @@ macro_rules! forward {
     };
 }
 
+/// The value with a change, as for options that differ from others in one field.
+pub fn changed<T>(mut value: T, change: impl FnOnce(&mut T)) -> T {
+    change(&mut value);
+    value
+}
+
 /// A disk of limited size; a write beyond it fails as on a full disk.
 pub struct SmallDisk {
     content: MemoryStorage,

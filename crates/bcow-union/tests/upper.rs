@@ -136,35 +136,28 @@ fn places_that_cannot_be_uppers_are_refused_and_stay_as_they_are() {
     let refused = refusal(&dir.path().join("no/upper"));
     assert!(matches!(refused, UpperError::NoParent { .. }), "{refused}");
 
+    let is_no_directory = |path: &Path| {
+        let refused = refusal(path);
+        let is_so = matches!(refused, UpperError::NotADirectory { .. });
+        assert!(is_so, "{refused}");
+    };
     let file = dir.path().join("file");
     fs::write(&file, "x").unwrap();
-    let refused = refusal(&file);
-    assert!(
-        matches!(refused, UpperError::NotADirectory { .. }),
-        "{refused}"
-    );
+    is_no_directory(&file);
 
     let elsewhere = dir.path().join("elsewhere");
     fs::create_dir(&elsewhere).unwrap();
     let upper = dir.path().join("upper");
     fs::create_dir(&upper).unwrap();
     symlink(&elsewhere, upper.join(".bcow")).unwrap();
-    let refused = refusal(&upper);
-    assert!(
-        matches!(refused, UpperError::NotADirectory { .. }),
-        "{refused}"
-    );
+    is_no_directory(&upper);
     assert_eq!(count(&elsewhere), 0);
 
     let linked = dir.path().join("linked");
     fs::create_dir_all(linked.join(".bcow")).unwrap();
     symlink(&elsewhere, linked.join(".bcow/work")).unwrap();
     fs::write(elsewhere.join("precious"), "x").unwrap();
-    let refused = refusal(&linked);
-    assert!(
-        matches!(refused, UpperError::NotADirectory { .. }),
-        "{refused}"
-    );
+    is_no_directory(&linked);
     assert!(elsewhere.join("precious").exists());
 }
 

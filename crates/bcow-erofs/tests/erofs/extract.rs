@@ -16,7 +16,7 @@ use bcow_erofs::extract::{
 };
 use bcow_erofs::reader::{ExtentSource, FileType, Filesystem, Inode};
 use bcow_erofs::tree::*;
-use bcow_testkit::lacks;
+use bcow_testkit::{changed, lacks};
 
 fn find(fs: &Filesystem, path: &str) -> Inode {
     let nid = fs.resolve(path.as_bytes()).unwrap().unwrap();
@@ -62,10 +62,7 @@ fn every_inode_of_a_tree_gets_its_type_attributes_and_content() {
     let (tree, space) = everything();
     let fs = open(&space.image(&tree));
     let to = tempfile::tempdir().unwrap();
-    let options = ExtractOptions {
-        xattrs: false,
-        ..ExtractOptions::default()
-    };
+    let options = changed(ExtractOptions::default(), |new| new.xattrs = false);
     let report = extract_all(&fs, &to.path().join("new"), &options).unwrap();
     let mut walk = bcow_erofs::reader::Walk::new(&fs);
     let mut entries = 0;
@@ -129,10 +126,7 @@ fn an_existing_link_is_not_followed_and_an_existing_file_not_overwritten() {
         matches!(&error, ExtractError::Exists { path } if *path == to.join("etc")),
         "{error}"
     );
-    let replace = ExtractOptions {
-        existing: Existing::Replace,
-        ..plain()
-    };
+    let replace = changed(plain(), |new| new.existing = Existing::Replace);
     extract_all(&fs, &to, &replace).unwrap();
     assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
     assert_eq!(std::fs::read(to.join("same")).unwrap(), b"Welcome.\n");
@@ -276,10 +270,7 @@ fn an_owner_that_no_user_has_is_refused_and_nothing_is_left() {
         let fs = open(&space.image(&layer.into_tree().unwrap()));
         let directory = tempfile::tempdir().unwrap();
         let to = directory.path().join("to");
-        let options = ExtractOptions {
-            owners: true,
-            ..plain()
-        };
+        let options = changed(plain(), |new| new.owners = true);
         let file = find(&fs, "strange");
         match extract(&fs, &file, b"strange", &to, &options, &()).unwrap_err() {
             ExtractError::Owner { path, uid, gid } => {

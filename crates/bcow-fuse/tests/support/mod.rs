@@ -18,7 +18,7 @@ use bcow_erofs::tree::{Attributes, Blocks, ChunkRun, Content, LayerTree, Node, N
 use bcow_erofs::writer::{Plan, WriteOptions};
 use bcow_fuse::session::Content as Mountable;
 use bcow_fuse::{ImageFs, MountError, MountOptions, Session, Unmounter};
-use bcow_testkit::{lacks, lacks_mkfs, make_erofs, noise};
+use bcow_testkit::{changed, lacks, lacks_mkfs, make_erofs, noise};
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::{UnionOptions, UpperError};
 use rustix::fs::{FileType, Mode, Timespec, Timestamps, XattrFlags};
@@ -32,10 +32,7 @@ pub fn written_image() -> Vec<u8> {
     const BLOCK: usize = 4096;
     let data = noise(3, BLOCK);
     let file = |blocks, size| Node {
-        attributes: Attributes {
-            permissions: 0o644,
-            ..Attributes::default()
-        },
+        attributes: changed(Attributes::default(), |new| new.permissions = 0o644),
         kind: NodeKind::Regular(Content {
             size,
             blocks,

@@ -10,10 +10,7 @@ use crate::pair::{Pair, count, lacks_python};
 
 #[test]
 fn appends_of_two_writers_do_not_overwrite_each_other() {
-    for options in ["", "writeback"] {
-        let Some(pair) = Pair::new(options) else {
-            return;
-        };
+    for (_, pair) in Pair::with_each_cache() {
         let path = pair.path("log");
         let open = || {
             File::options()
@@ -51,10 +48,7 @@ for name in ('file', 'new'):
     print(os.pread(fd, 10, 4090), os.pread(fd, 3, 8000), os.fstat(fd).st_size)
 EOF
 cksum file new";
-    for options in ["", "writeback"] {
-        let Some(pair) = Pair::new(options) else {
-            return;
-        };
+    for (options, pair) in Pair::with_each_cache() {
         pair.same(script);
         let pair = pair.again(options);
         pair.same("cksum file new");
@@ -63,10 +57,7 @@ cksum file new";
 
 #[test]
 fn what_was_just_written_is_no_hole() {
-    for options in ["", "writeback"] {
-        let Some(pair) = Pair::new(options) else {
-            return;
-        };
+    for (options, pair) in Pair::with_each_cache() {
         let file = File::options()
             .write(true)
             .create_new(true)

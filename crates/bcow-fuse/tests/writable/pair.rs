@@ -47,6 +47,21 @@ impl Pair {
         Some(Pair::mount(sample, TempDir::new().unwrap(), options))
     }
 
+    /// With access for all users and with set-id bits. `None` also if this machine lacks what the
+    /// scripts for that call.
+    pub fn suid() -> Option<Self> {
+        if lacks_tools() {
+            return None;
+        }
+        Pair::new("allow_other,suid")
+    }
+
+    /// One without and one with the kernel's write-back cache, and the options of each.
+    pub fn with_each_cache() -> impl Iterator<Item = (&'static str, Self)> {
+        let both = ["", "writeback"].into_iter();
+        both.filter_map(|options| Some((options, Pair::new(options)?)))
+    }
+
     fn mount(sample: Sample, upper: TempDir, options: &str) -> Self {
         let mounted = Mounted::writable(sample.open(), upper.path(), options);
         open_the_way_to(mounted.path());

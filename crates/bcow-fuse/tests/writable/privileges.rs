@@ -64,12 +64,10 @@ const MODES: [&str; 6] = ["4755", "2755", "6755", "2745", "0755", "6750"];
 
 #[test]
 fn chown_of_no_one_clears_set_id_bits_only_for_the_owner() {
-    if lacks_tools() || lacks_python() {
+    if lacks_python() {
         return;
     }
-    let Some(pair) = Pair::new("allow_other,suid") else {
-        return;
-    };
+    let Some(pair) = Pair::suid() else { return };
     for mode in MODES {
         let permissions = mode.trim_start_matches('0');
         for (owner, user) in [("65534:0", "as_user"), ("65534:7", OTHER_USER)] {
@@ -93,12 +91,7 @@ fn chown_of_no_one_clears_set_id_bits_only_for_the_owner() {
 
 #[test]
 fn a_new_group_clears_a_mark_for_locking_unless_the_owner_is_in_the_old_one() {
-    if lacks_tools() {
-        return;
-    }
-    let Some(pair) = Pair::new("allow_other,suid") else {
-        return;
-    };
+    let Some(pair) = Pair::suid() else { return };
     for mode in ["2644", "6644", "2654"] {
         for group in ["7", "65534"] {
             for user in ["as_user", ""] {
@@ -113,12 +106,7 @@ fn a_new_group_clears_a_mark_for_locking_unless_the_owner_is_in_the_old_one() {
 
 #[test]
 fn a_change_of_the_content_clears_set_id_bits_for_every_user() {
-    if lacks_tools() {
-        return;
-    }
-    let Some(pair) = Pair::new("allow_other,suid") else {
-        return;
-    };
+    let Some(pair) = Pair::suid() else { return };
     // A user may get the file open from another user, without the right to open it.
     for mode in MODES {
         for owner in ["0:0", "0:7", "0:65534", "65534:0"] {
@@ -174,12 +162,7 @@ fn a_change_of_the_content_clears_set_id_bits_for_every_user() {
 
 #[test]
 fn a_changed_program_runs_without_its_set_id_bits() {
-    if lacks_tools() {
-        return;
-    }
-    let Some(pair) = Pair::new("allow_other,suid") else {
-        return;
-    };
+    let Some(pair) = Pair::suid() else { return };
     // No stat comes between the change and the execution.
     for change in ["printf x >> tool", "fallocate -l 999999 tool"] {
         pair.same(&format!(
@@ -191,12 +174,7 @@ fn a_changed_program_runs_without_its_set_id_bits() {
 
 #[test]
 fn default_acls_are_inherited_instead_of_the_umask() {
-    if lacks_tools() {
-        return;
-    }
-    let Some(pair) = Pair::new("allow_other") else {
-        return;
-    };
+    let Some(pair) = Pair::suid() else { return };
     for setup in [
         "setfacl -m d:u:65534:rwx,d:g::r,d:o::- d",
         "setfacl -b d; chmod 2775 d; chown 0:65534 d",
@@ -272,10 +250,7 @@ for name in ('file', 'capable', 'capable-and-large'):
     os.setxattr(fd, NAME, CAPABILITY)
 EOF
 getfattr -n security.capability -e hex file capable*; cksum file capable*";
-    for options in ["", "writeback"] {
-        let Some(pair) = Pair::new(options) else {
-            return;
-        };
+    for (options, pair) in Pair::with_each_cache() {
         pair.same(script);
         let pair = pair.again(options);
         pair.same("getfattr -n security.capability -e hex file capable*; cksum file capable*");

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use bcow_oci::{ConvertError, LayoutOptions, LayoutPlace, Source, TarInput, convert_to_layout};
+use bcow_testkit::changed;
 use serde_json::json;
 
 use crate::support::{
@@ -76,7 +77,10 @@ fn a_large_window_is_refused() {
     std::io::Write::write_all(&mut encoder, &tar()).unwrap();
     let bytes = encoder.finish().unwrap();
     let text = masked(message(convert(&stored(ZSTD, bytes, tar()))));
-    insta::assert_snapshot!(text);
+    insta::assert_snapshot!(text, @r"
+    layer 1 of 1 (sha256:...): too many bytes of decompression window: the limit is 134217728
+    hint: compress the layer with a window of at most 128 MiB (zstd --long=27)
+    ");
 }
 
 #[test]
@@ -190,7 +194,8 @@ fn indexes_that_never_end_are_refused() {
         inner = layout.blob(INDEX, index.to_string().as_bytes());
     }
     layout.list(inner, None);
-    insta::assert_snapshot!(message(convert(&layout)));
+    let expected = "TMP: too many nested image indexes: 5, the limit is 4";
+    assert_eq!(message(convert(&layout)), expected);
 }
 
 #[test]
@@ -226,7 +231,13 @@ fn invalid_documents_are_refused() {
     messages.push(message(convert(&layout)));
     std::fs::remove_file(layout.path().join("oci-layout")).unwrap();
     messages.push(message(convert(&layout)));
-    insta::assert_snapshot!(messages.join("\n"));
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    TMP/index.json: invalid document: EOF while parsing an object at line 1 column 1
+    TMP/index.json: too many bytes of a JSON document: 4194305, the limit is 4194304
+    TMP/index.json: it lists no images
+    TMP: not a valid OCI image layout: its version is "2.0.0"
+    TMP: not a valid OCI image layout: it has no file oci-layout
+    "#);
 }
 
 #[test]
@@ -245,14 +256,23 @@ fn errors_of_unreadable_sources_name_them() {
     messages.push(text(Source::Directory("/no/such/directory".into())));
     messages.push(text(layout("/etc/passwd")));
     messages.push(text(docker_source(Path::new("/dev/null"), None)));
-    insta::assert_snapshot!(messages.join("\n"));
+    insta::assert_snapshot!(messages.join("\n"), @r"
+    cannot open /no/such/layout: No such file or directory (os error 2)
+    cannot open /no/such.tar: No such file or directory (os error 2)
+    cannot open /no/such.tar: No such file or directory (os error 2)
+    /: it is a directory; for a root file system in a directory, use dir:
+    cannot open /no/such/directory: No such file or directory (os error 2)
+    /etc/passwd: not a directory; for an image layout in a tar archive, use oci-archive:
+    /dev/null: not a regular file
+    ");
 }
 
 #[test]
 fn a_hardlink_to_nothing_names_layer_and_path() {
     let layers = [tar(), Tar::new().hardlink("b", "nothing").done()];
-    let text = message(convert(&Layout::of(&layers)));
-    insta::assert_snapshot!(text);
+    let why = "hardlink to /nothing: neither this layer nor one below has such a file";
+    let expected = format!("layer 2 of 2 (sha256:ef8653906191): /b: {why}");
+    assert_eq!(message(convert(&Layout::of(&layers))), expected);
 }
 
 #[test]
@@ -270,10 +290,7 @@ fn a_conversion_can_be_stopped() {
 
 /// The options of a conversion of the files as they are.
 fn as_files() -> bcow_oci::ConvertOptions {
-    bcow_oci::ConvertOptions {
-        as_files: true,
-        ..options()
-    }
+    changed(options(), |new| new.as_files = true)
 }
 
 #[test]
@@ -307,7 +324,12 @@ fn an_archive_that_holds_an_image_is_no_root_file_system() {
     assert!(convert_tar(&other).is_ok());
     // A layer may contain another image.
     assert!(convert_layers(&[docker, oci]).is_ok());
-    insta::assert_snapshot!(messages.join("\n"));
+    insta::assert_snapshot!(messages.join("\n"), @r"
+    in.tar contains a container image written by `docker save`, not a root file system
+    hint: use docker-archive:in.tar, or --as-files to convert the files as they are
+    in.tar contains container images in an OCI image layout, not a root file system
+    hint: use oci-archive:in.tar, or --as-files to convert the files as they are
+    ");
 }
 
 #[test]

@@ -9,9 +9,8 @@ use bcow_erofs::reader::Filesystem;
 use bcow_oci::export::{
     LayerCompression, Layers, LayoutExport, OciReport, TarForm, export_layout, export_tar,
 };
-use bcow_oci::{
-    ConvertError, ConvertOptions, LayoutOptions, LayoutPlace, RunOptions, Source, convert_to_layout,
-};
+use bcow_oci::{ConvertError, LayoutOptions, LayoutPlace, RunOptions, Source, convert_to_layout};
+use bcow_testkit::changed;
 use proptest::prelude::*;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -468,10 +467,7 @@ fn the_form_of_an_image_does_not_change_its_export() {
         .done();
     let mut digests = Vec::new();
     for block_bytes in [None, Some(4096), Some(1 << 20)] {
-        let options = ConvertOptions {
-            block_bytes,
-            ..options()
-        };
+        let options = changed(options(), |new| new.block_bytes = block_bytes);
         let converted = convert_tar_with(&tar, &options).unwrap();
         let fs = converted.filesystem();
         for threads in [1, 2] {

@@ -6,7 +6,7 @@ use bcow_oci::{
     ConvertOptions, LayerOrigin, LayoutOptions, LayoutPlace, LayoutReport, Source,
     convert_to_layout,
 };
-use bcow_testkit::noise;
+use bcow_testkit::{changed, noise};
 use serde_json::Value;
 
 use crate::support::{LAYER, Layered, Layout, Warnings, gzip, layered_with, options};
@@ -51,10 +51,7 @@ fn swapped() -> Layout {
 
 /// Options without the check of the source.
 fn trusting() -> ConvertOptions {
-    ConvertOptions {
-        verify: false,
-        ..options()
-    }
+    changed(options(), |new| new.verify = false)
 }
 
 /// Options for a layout that is there, or that becomes one.
@@ -91,10 +88,7 @@ fn the_same_input_gives_the_same_files_for_any_number_of_threads() {
         "index, layout; layers; stack, config, manifest"
     );
     for threads in [1, 2, 7] {
-        let options = ConvertOptions {
-            threads,
-            ..options()
-        };
+        let options = changed(options(), |new| new.threads = threads);
         assert!(layered_with(&source, &options, |_| {}).unwrap().files() == first);
     }
 }
@@ -164,10 +158,7 @@ fn existing_layers_of_the_layout_are_not_converted_again() {
         .collect();
     assert_eq!(names, [Some("test"), Some("two")]);
     // Other options give other layers.
-    let other = ConvertOptions {
-        block_bytes: Some(65536),
-        ..options()
-    };
+    let other = changed(options(), |new| new.block_bytes = Some(65536));
     let report = convert_to_layout(&one.source(None), &layout, &other, &()).unwrap();
     assert!(
         report

@@ -1,6 +1,7 @@
 //! The selection of an image in a layout or archive.
 
 use bcow_oci::{ConvertOptions, Digest, Limits, Platform};
+use bcow_testkit::changed;
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -79,7 +80,10 @@ fn a_single_image_for_another_platform_is_used_unless_a_platform_is_given() {
     layout.list(image, None);
     assert!(convert_with(&layout.source(None), &options()).is_ok());
     let failure = convert_with(&layout.source(None), &for_platform("linux/amd64"));
-    insta::assert_snapshot!(message(failure));
+    insta::assert_snapshot!(message(failure), @r"
+    TMP has no image for platform linux/amd64
+    hint: choose one with --platform: plan9/mips
+    ");
 }
 
 #[test]
@@ -103,7 +107,12 @@ fn a_name_or_digest_selects_an_image_without_guessing() {
     );
     messages.push(message(convert(None)));
     messages.push(message(convert(Some("three"))));
-    insta::assert_snapshot!(messages.join("\n"));
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    TMP has several images
+    hint: available: one, two
+    TMP has no image "three"
+    hint: available: one, two
+    "#);
 }
 
 #[test]
@@ -172,10 +181,7 @@ fn sha512_digests_are_understood() {
 #[test]
 fn the_metadata_records_the_image_and_neither_its_place_nor_the_host() {
     let layout = Layout::of(&[layer("x")]);
-    let options = ConvertOptions {
-        source_date_epoch: Some(1_700_000_000),
-        ..options()
-    };
+    let options = changed(options(), |new| new.source_date_epoch = Some(1_700_000_000));
     let converted = convert_with(&layout.source(Some("test")), &options).unwrap();
     insta::assert_snapshot!(format!("{:#}", converted.metadata()));
 }
@@ -248,10 +254,7 @@ fn compressed_archives_of_images_are_decompressed() {
     };
     messages.push(message(convert(&gzip(&oci), &small)));
     messages.push(message(convert(b"\xfd7zXZ\0 and more", &options())));
-    let nowhere = ConvertOptions {
-        scratch: "/no/such/directory".into(),
-        ..options()
-    };
+    let nowhere = changed(options(), |new| new.scratch = "/no/such/directory".into());
     messages.push(message(convert(&gzip(&oci), &nowhere)));
     insta::assert_snapshot!(
         messages
@@ -412,7 +415,6 @@ fn docker_archive() -> Tar {
 
 #[test]
 fn docker_archives_are_understood() {
-    let mut messages = Vec::new();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("saved.tar");
     std::fs::write(&file, docker_archive().done()).unwrap();
@@ -429,9 +431,11 @@ fn docker_archives_are_understood() {
         assert_eq!(converted.report.entries, 3, "{reference:?}");
         assert_eq!(converted.report.layers.len(), 3);
     }
-    messages.push(message(convert(Some("nobox"))));
-    messages.push(message(convert(Some("@1"))));
-    insta::assert_snapshot!(messages.join("\n"));
+    for absent in ["nobox", "@1"] {
+        let hint = "hint: available: example.test/tools/box:latest, box:1";
+        let expected = format!("TMP/saved.tar has no image {absent:?}\n{hint}");
+        assert_eq!(message(convert(Some(absent))), expected);
+    }
 }
 
 #[test]

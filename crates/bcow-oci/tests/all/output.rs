@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use bcow_oci::{ConvertError, ConvertOptions, Source, TarInput, convert};
-use bcow_testkit::{lacks, umount};
+use bcow_testkit::{changed, lacks, umount};
 
 use crate::support::{Layout, options};
 use bcow_testkit::tar::Tar;
@@ -82,10 +82,7 @@ fn wrong_options_are_refused_before_anything_is_read() {
         assert!(matches!(error, ConvertError::Options(_)), "{error}");
         error.to_string()
     };
-    let block = ConvertOptions {
-        block_bytes: Some(5000),
-        ..options()
-    };
+    let block = changed(options(), |new| new.block_bytes = Some(5000));
     assert_eq!(
         refused(&block),
         "block size 5000: must be a power of two from 4096 to 4194304"

@@ -11,6 +11,7 @@ use bcow_oci::store::{
     open_remote, recorded_backings,
 };
 use bcow_oci::{Digest, LocalImage};
+use bcow_testkit::changed;
 use serde_json::{Value, json};
 
 use crate::support::{CONFIG, LAYER, Layout};
@@ -30,10 +31,7 @@ struct Made {
 /// A file with this content, and a window onto each of the others. `facts` become its metadata.
 fn make(content: &[u8], below: &[&Made], facts: &[Value]) -> Made {
     let storage = Arc::new(MemoryStorage::default());
-    let options = WriterOptions {
-        metadata_first: true,
-        ..WriterOptions::default()
-    };
+    let options = changed(WriterOptions::default(), |new| new.metadata_first = true);
     let mut writer = ImageWriter::on_storage(storage.clone(), options).unwrap();
     writer.append(content).unwrap();
     for made in below {
@@ -107,10 +105,7 @@ fn name(layout: &Layout, end: &str) -> LocalImage {
 
 fn opened(name: &LocalImage, stores: &[&Path]) -> Result<Opened, StoreError> {
     let stores: Vec<PathBuf> = stores.iter().map(|path| path.to_path_buf()).collect();
-    let places = Places {
-        stores: &stores,
-        ..Places::default()
-    };
+    let places = changed(Places::default(), |new| new.stores = &stores);
     open(name, places, &OpenOptions::default())
 }
 
@@ -331,10 +326,7 @@ fn a_file_below_itself_is_refused() {
 fn the_merkle_tree_vouches_for_layers_and_the_manifest_for_the_stack() {
     let one = layer(b"first");
     let (layout, stack) = layout(&[&one]);
-    let options = OpenOptions {
-        verify: Verify::Merkle,
-        ..OpenOptions::default()
-    };
+    let options = changed(OpenOptions::default(), |new| new.verify = Verify::Merkle);
     let good = open(&name(&layout, ":x"), Places::default(), &options).unwrap();
     good.require_all().unwrap();
     assert_eq!(shown(&good, 1, 5), b"first");

@@ -46,6 +46,13 @@ pub struct Habits {
     pub lists: bool,
 }
 
+/// The habits of a good registry, with a change.
+fn habits(change: impl FnOnce(&mut Habits)) -> Habits {
+    let mut habits = Habits::default();
+    change(&mut habits);
+    habits
+}
+
 /// A registry that breaks connections as `cut` wants.
 pub fn start(
     habits: Habits,
@@ -188,6 +195,15 @@ pub fn send(upload: &Upload, bytes: &Arc<Vec<u8>>) -> (Result<Pushed, RemoteErro
     (result, sent.into_inner().expect("no panic"))
 }
 
+/// Sends a blob, which arrives whole; returns the number of bytes that were counted as sent.
+fn arrives(server: &Server, state: &Mutex<State>) -> u64 {
+    let bytes = noise(LARGE);
+    let (result, sent) = send(&upload(server, Arc::new(Stranger), None), &bytes);
+    assert_eq!(result.expect("sent"), Pushed::Sent);
+    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    sent
+}
+
 pub fn noise(length: usize) -> Arc<Vec<u8>> {
     let mut state = length as u64;
     let next = || {
@@ -207,10 +223,7 @@ pub fn methods(server: &Server) -> Vec<String> {
 fn blob_of_any_length_arrives_and_is_sent_once() {
     for absolute in [false, true] {
         for length in [0, 1, 100_000, LARGE] {
-            let habits = Habits {
-                absolute,
-                ..Habits::default()
-            };
+            let habits = habits(|new| new.absolute = absolute);
             let (server, state) = start(habits, |_| None);
             let upload = upload(&server, Arc::new(Stranger), None);
             let bytes = noise(length);
@@ -231,10 +244,7 @@ fn blob_of_any_length_arrives_and_is_sent_once() {
 
 #[test]
 fn blob_of_another_repository_is_mounted() {
-    let habits = Habits {
-        mounts: true,
-        ..Habits::default()
-    };
+    let habits = habits(|new| new.mounts = true);
     let (server, _) = start(habits, |_| None);
     let bytes = noise(LARGE);
     let here = upload(&server, Arc::new(Stranger), Some("team/other"));
@@ -256,11 +266,7 @@ fn blob_of_another_repository_is_mounted() {
 fn upload_is_continued_where_the_connection_broke() {
     let cut = |asked: &Asked| (asked.number == 2).then_some(3 << 20);
     let (server, state) = start(Habits::default(), cut);
-    let bytes = noise(LARGE);
-    let (result, sent) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
-    assert_eq!(result.expect("sent"), Pushed::Sent);
-    assert_eq!(sent, LARGE as u64);
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    assert_eq!(arrives(&server, &state), LARGE as u64);
     let asked = server.asked();
     let again = asked.iter().filter(|asked| asked.method == "PATCH").nth(1);
     let range = again.expect("a second piece").header("content-range");
@@ -270,26 +276,16 @@ fn upload_is_continued_where_the_connection_broke() {
 #[test]
 fn forgotten_upload_begins_again() {
     let cut = |asked: &Asked| (asked.number == 2).then_some(3 << 20);
-    let habits = Habits {
-        forgets: true,
-        ..Habits::default()
-    };
+    let habits = habits(|new| new.forgets = true);
     let (server, state) = start(habits, cut);
-    let bytes = noise(LARGE);
-    let (result, sent) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
-    assert_eq!(result.expect("sent"), Pushed::Sent);
-    assert_eq!(sent, LARGE as u64);
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    assert_eq!(arrives(&server, &state), LARGE as u64);
 }
 
 #[test]
 fn connection_that_always_breaks_is_an_error() {
     let cut = |asked: &Asked| (asked.method == "PATCH").then_some(0);
     for forgets in [false, true] {
-        let habits = Habits {
-            forgets,
-            ..Habits::default()
-        };
+        let habits = habits(|new| new.forgets = forgets);
         let (server, state) = start(habits, cut);
         let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &noise(LARGE));
         let error = result.expect_err("no way through");
@@ -367,10 +363,7 @@ fn broken_piece_has_not_arrived_if_the_registry_does_not_count_it() {
             }
         },
     );
-    let bytes = noise(LARGE);
-    let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
-    assert_eq!(result.expect("sent"), Pushed::Sent);
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    arrives(&server, &state);
     let methods = methods(&server);
     assert_eq!(methods[..4], ["HEAD", "POST", "PATCH", "GET"]);
     assert_eq!(methods[4], "PATCH", "{methods:?}");
@@ -403,15 +396,9 @@ fn registry_that_loses_all_pieces_at_each_break_is_an_error() {
 #[test]
 fn registry_that_takes_no_pieces_gets_the_blob_whole() {
     for status in [400, 405, 416, 501] {
-        let habits = Habits {
-            patch: Some(status),
-            ..Habits::default()
-        };
+        let habits = habits(|new| new.patch = Some(status));
         let (server, state) = start(habits, |_| None);
-        let bytes = noise(LARGE);
-        let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
-        assert_eq!(result.expect("sent"), Pushed::Sent, "{status}");
-        assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+        arrives(&server, &state);
     }
 }
 
@@ -425,10 +412,7 @@ fn refusals_have_the_words_of_the_registry() {
         (405, "takes no uploads"),
         (422, "refuses it (status 422): DENIED: not your repository"),
     ] {
-        let habits = Habits {
-            refuses: Some(status),
-            ..Habits::default()
-        };
+        let habits = habits(|new| new.refuses = Some(status));
         let (server, _) = start(habits, |_| None);
         let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &noise(10));
         let error = result.expect_err("refused").to_string();
@@ -456,10 +440,7 @@ fn manifest_gets_its_tag_last_and_only_if_it_is_stored_rightly() {
     let text = b"{\"schemaVersion\": 2}";
     let media_type = "application/vnd.oci.image.manifest.v1+json";
     for damages in [false, true] {
-        let habits = Habits {
-            damages,
-            ..Habits::default()
-        };
+        let habits = habits(|new| new.damages = damages);
         let (server, state) = start(habits, |_| None);
         let upload = upload(&server, Arc::new(Stranger), None);
         let result = upload.manifest(text, media_type, &digest(text));
@@ -541,10 +522,7 @@ fn attached_manifest_is_listed_once_by_the_registry_or_under_a_tag() {
     let entry = serde_json::json!({"digest": digest(text)});
     let media_type = "application/vnd.oci.image.manifest.v1+json";
     for lists in [false, true] {
-        let habits = Habits {
-            lists,
-            ..Habits::default()
-        };
+        let habits = habits(|new| new.lists = lists);
         let (server, state) = start(habits, |_| None);
         let upload = upload(&server, Arc::new(Stranger), None);
         let attach = || upload.attach(text, media_type, &digest(text), &digest(ordinary), &entry);
@@ -608,10 +586,7 @@ fn registry_that_limits_requests_gets_pieces_of_full_length() {
         let mut state = shared.lock().expect("no panic");
         answer(asked, Habits::default(), &mut state)
     });
-    let bytes = noise(LARGE);
-    let here = upload(&server, Arc::new(Stranger), None);
-    send(&here, &bytes).0.expect("sent");
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    arrives(&server, &state);
     assert_eq!(*lengths.lock().expect("no panic"), [LARGE; 7]);
 }
 
@@ -623,10 +598,7 @@ fn access_is_known_before_anything_is_sent() {
     assert_eq!(methods(&server), ["POST", "DELETE"]);
     assert!(state.lock().expect("no panic").blobs.is_empty());
     for status in [401, 403, 405] {
-        let habits = Habits {
-            refuses: Some(status),
-            ..Habits::default()
-        };
+        let habits = habits(|new| new.refuses = Some(status));
         let (server, _) = start(habits, |_| None);
         let here = upload(&server, Arc::new(Stranger), None);
         let error = here.require_access().expect_err("refused").to_string();

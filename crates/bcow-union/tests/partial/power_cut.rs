@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use bcow_testkit::Random;
+use bcow_testkit::changed;
 use bcow_union::testing::blocks::BLOCK_BYTES;
 use bcow_union::testing::partial::{Durability, Lower, PartialOptions};
 use rustix::io::Errno;
@@ -155,10 +156,7 @@ fn a_power_cut_after_a_kill_loses_nothing_that_was_synced() {
 
 #[test]
 fn a_power_cut_loses_nothing_where_blocks_are_mapped_ahead() {
-    let options = PartialOptions {
-        ahead_blocks: 50,
-        ..quiet()
-    };
+    let options = changed(quiet(), |new| new.ahead_blocks = 50);
     flush_each(300, 0..300, options);
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use bcow_testkit::changed;
 use bcow_union::Seek;
 use bcow_union::testing::account::Account;
 use bcow_union::testing::blocks::BLOCK_BYTES;
@@ -119,10 +120,7 @@ fn background_completes_incomplete_blocks() {
 
 #[test]
 fn writer_completes_blocks_above_the_incomplete_limit() {
-    let options = PartialOptions {
-        most_incomplete: 8,
-        ..quiet()
-    };
+    let options = changed(quiet(), |new| new.most_incomplete = 8);
     let (partial, _world, _lower, partials) = setup(100, options);
     for block in 0..100 {
         write_all(&partial, block * B + 10, &[1; 400]).unwrap();
@@ -433,10 +431,7 @@ fn no_file_is_longer_than_there_can_be() {
 
 #[test]
 fn flushes_that_go_on_in_order_map_blocks_ahead() {
-    let options = PartialOptions {
-        ahead_blocks: 256,
-        ..quiet()
-    };
+    let options = changed(quiet(), |new| new.ahead_blocks = 256);
     let (partial, world, lower, partials) = setup(1000, options);
     let mut expected = lower.bytes.clone();
     let mut flushed_for_nothing = 0;
@@ -458,10 +453,7 @@ fn flushes_that_go_on_in_order_map_blocks_ahead() {
 
 #[test]
 fn concurrent_flushes_map_all_written_blocks() {
-    let options = PartialOptions {
-        ahead_blocks: 256,
-        ..quiet()
-    };
+    let options = changed(quiet(), |new| new.ahead_blocks = 256);
     let (partial, _world, _lower, _partials) = setup(1000, options);
     for step in 0..100 {
         write_all(&partial, (step * 37 % 1000) * B, &[1; 4096]).unwrap();

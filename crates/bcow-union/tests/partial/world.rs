@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use bcow_testkit::Random;
+use bcow_testkit::changed;
 use bcow_union::Seek;
 use bcow_union::testing::blocks::BLOCK_BYTES;
 use bcow_union::testing::host::{FileTimes, HostFile};
@@ -95,10 +96,7 @@ enum Call {
 impl World {
     /// A host with a metadata copy of this size.
     pub fn new(size: u64) -> Self {
-        let mut host = FileState {
-            metacopy: Metacopy::Whole,
-            ..FileState::default()
-        };
+        let mut host = changed(FileState::default(), |new| new.metacopy = Metacopy::Whole);
         host.set_size(size as usize);
         Self::of(vec![host], BTreeMap::new())
     }

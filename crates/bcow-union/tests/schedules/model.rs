@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bcow_testkit::Random;
-use bcow_testkit::explore;
 use bcow_testkit::shuttle::rand::{Rng, thread_rng};
+use bcow_testkit::{changed, explore};
 use bcow_union::Seek;
 use bcow_union::testing::account::Account;
 use bcow_union::testing::blocks::BLOCK_BYTES;
@@ -46,10 +46,7 @@ pub fn with_filler() -> PartialOptions {
 
 /// Options with which writers complete blocks themselves, as if the background were behind.
 pub fn behind() -> PartialOptions {
-    PartialOptions {
-        most_incomplete: 0,
-        ..quiet()
-    }
+    changed(quiet(), |new| new.most_incomplete = 0)
 }
 
 impl Model {

@@ -1,5 +1,6 @@
 //! The models of partial files.
 
+use bcow_testkit::changed;
 use bcow_union::testing::blocks::BLOCK_BYTES;
 use bcow_union::testing::partial::{KeepSize, PartialOptions};
 
@@ -129,10 +130,7 @@ fn fetching_ahead_overwrites_no_written_bytes() {
             vec![write(5 * B + 100, 10), write(12 * B, 3)],
             vec![Op::Resize(8 * B + 3), read(5 * B, 3 * B)],
         ],
-        options: PartialOptions {
-            ahead_blocks: 8,
-            ..alone()
-        },
+        options: changed(alone(), |new| new.ahead_blocks = 8),
     };
     model.check(SCHEDULES);
 }

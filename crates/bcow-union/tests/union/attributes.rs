@@ -5,6 +5,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::time::Instant;
 
 use bcow_erofs::tree::Timestamp;
+use bcow_testkit::changed;
 use bcow_union::NodeId;
 use bcow_union::fs::{Attributes, Changes, Privileges, SetTime, XattrMode};
 use rustix::io::Errno;
@@ -159,10 +160,7 @@ fn copy_up_changes_no_attribute_of_the_directories_above() {
     union.write("dir/sub/y", 0, b"new");
     union.write("big", 5000, b"new");
     // Another name of a file that was copied up.
-    let owner = Changes {
-        uid: Some(7),
-        ..Changes::default()
-    };
+    let owner = changed(Changes::default(), |new| new.uid = Some(7));
     union.set_attributes("h1", &owner);
     assert_eq!(attributes(&union), before);
     for path in directories {
@@ -178,10 +176,7 @@ fn change_time_of_a_directory_is_that_of_the_last_change_by_a_program() {
     let Some(mut union) = open() else { return };
     let dir = |union: &Union| union.get("dir").unwrap();
     let image = dir(&union);
-    let mode = Changes {
-        permissions: Some(0o700),
-        ..Changes::default()
-    };
+    let mode = changed(Changes::default(), |new| new.permissions = Some(0o700));
     let changed = union.set_attributes("dir", &mode);
     assert_eq!(changed.mtime, image.mtime);
     assert!(changed.ctime > image.ctime, "{changed:?}");
@@ -230,10 +225,7 @@ fn times_that_the_host_cannot_store_stay() {
                     mtime: Some(SetTime::At(time)),
                     ..Changes::default()
                 };
-                let mode = Changes {
-                    permissions: Some(0o700),
-                    ..Changes::default()
-                };
+                let mode = changed(Changes::default(), |new| new.permissions = Some(0o700));
                 let set = union.set_attributes(path, &times);
                 assert_eq!((set.mtime, set.atime), (time, time), "{path}");
                 let set = union.set_attributes(path, &mode);
@@ -246,10 +238,7 @@ fn times_that_the_host_cannot_store_stay() {
         // A change by a program sets the time, and so does a time that the host can store.
         union.write("small", 0, b"new");
         assert!(union.get("small").unwrap().mtime.seconds > 1_700_000_000);
-        let now = Changes {
-            mtime: Some(SetTime::Now),
-            ..Changes::default()
-        };
+        let now = changed(Changes::default(), |new| new.mtime = Some(SetTime::Now));
         let set = union.set_attributes("dir", &now);
         assert!((1_700_000_000..15_000_000_000).contains(&set.mtime.seconds));
         union.close();

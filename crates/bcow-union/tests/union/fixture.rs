@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use bcow_erofs::reader::FileType;
-use bcow_testkit::lacks_mkfs;
+use bcow_testkit::{changed, lacks_mkfs};
 use bcow_union::fs::{
     Attributes, Caller, Changes, LowerImage, New, Privileges, RenameMode, SyncScope, UnionFs,
     XattrMode,
@@ -75,10 +75,7 @@ pub fn closed_on(image: fn() -> &'static Image, options: UnionOptions) -> Option
 
 /// The default options with a limit of the stored bytes.
 pub fn with_limit(bytes: u64) -> UnionOptions {
-    UnionOptions {
-        size_limit: Some(bytes),
-        ..UnionOptions::default()
-    }
+    changed(UnionOptions::default(), |new| new.size_limit = Some(bytes))
 }
 
 /// An open union on the image `few`, with a limit that leaves room for this many blocks.
@@ -362,10 +359,7 @@ impl Union {
     }
 
     pub fn set_size(&self, path: &str, size: u64) {
-        let changes = Changes {
-            size: Some(size),
-            ..Changes::default()
-        };
+        let changes = changed(Changes::default(), |new| new.size = Some(size));
         self.set_attributes(path, &changes);
     }
 

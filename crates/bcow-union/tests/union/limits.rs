@@ -1,7 +1,7 @@
 //! Limits hold for every way to store data, and the account agrees with the host.
 
 use bcow_erofs::reader::FileType;
-use bcow_testkit::{Random, lacks_reports_of_preallocated_space};
+use bcow_testkit::{Random, changed, lacks_reports_of_preallocated_space};
 use bcow_union::fs::{Allocate, Changes, New, RenameMode, SetTime, SyncScope, UnionFs, XattrMode};
 use bcow_union::{NodeId, UnionOptions};
 use rustix::io::Errno;
@@ -104,10 +104,7 @@ const OPERATIONS: [Operation; 12] = [
         let Some(found) = union.get(&format!("f{index}")) else {
             return Ok(());
         };
-        let changes = Changes {
-            mtime: Some(SetTime::Now),
-            ..Changes::default()
-        };
+        let changes = changed(Changes::default(), |new| new.mtime = Some(SetTime::Now));
         union.fs().set_attributes(found.node, &changes).map(drop)
     }),
     ("blocks of large files", |union, index| {
@@ -309,10 +306,7 @@ fn a_change_without_room_changes_nothing() {
         let small = union.id("small");
         let target = [b'x'; 4000];
         let set = |id| {
-            let changes = Changes {
-                permissions: Some(0o600),
-                ..Changes::default()
-            };
+            let changes = changed(Changes::default(), |new| new.permissions = Some(0o600));
             union.fs().set_attributes(id, &changes).map(drop)
         };
         let results = [

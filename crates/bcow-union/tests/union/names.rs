@@ -5,6 +5,7 @@ use std::mem::MaybeUninit;
 use std::ops::ControlFlow;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 
+use bcow_testkit::changed;
 use bcow_union::fs::{Caller, Changes, New, RenameMode, XattrMode};
 use bcow_union::{NodeId, UnionOptions};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
@@ -267,10 +268,7 @@ fn a_device_that_is_a_whiteout_elsewhere_stays_or_is_removed() {
     let before = union.get("device").unwrap();
     let id = before.node;
     let refused = Err(Errno::PERM);
-    let changes = Changes {
-        permissions: Some(0o666),
-        ..Changes::default()
-    };
+    let changes = changed(Changes::default(), |new| new.permissions = Some(0o666));
     let set = union.fs().set_attributes(id, &changes);
     assert_eq!(set.map(drop), refused);
     let set = union.fs().set_xattr(id, b"trusted.x", b"y", XattrMode::Any);

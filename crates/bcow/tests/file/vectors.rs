@@ -12,6 +12,7 @@ use bcow::{
     BackingResolver, BlockDevice, Error, Image, Mapping, MemoryStorage, OpenOptions, ShownBy,
     Storage, Verify,
 };
+use bcow_testkit::changed;
 use sha2::{Digest, Sha256};
 
 /// The folder, or the file without its extension, of this name.
@@ -141,10 +142,7 @@ fn valid_vectors_have_their_map_and_content() {
             None => vec![Verify::Checksums],
         };
         for verify in verify {
-            let options = OpenOptions {
-                verify,
-                ..OpenOptions::default()
-            };
+            let options = changed(OpenOptions::default(), |new| new.verify = verify);
             let image =
                 Image::open_with_backings(storage(&path), &options, &Store(folder("valid/store")))
                     .unwrap();
@@ -188,10 +186,7 @@ fn invalid_vectors_are_rejected_with_their_code() {
 fn invalid_vectors_are_never_read_in_full_with_the_merkle_tree_verified() {
     for path in vectors("invalid") {
         let name = path.file_name().unwrap().to_str().unwrap();
-        let options = OpenOptions {
-            verify: Verify::Merkle,
-            ..OpenOptions::default()
-        };
+        let options = changed(OpenOptions::default(), |new| new.verify = Verify::Merkle);
         let Ok(image) = Image::open_storage(storage(&path), &options) else {
             continue;
         };

@@ -9,7 +9,7 @@ use bcow::{
     ImageWriter, Mapping, MemoryStorage, OpenOptions, ShownBy, Verify, WriterOptions, Written,
     verify_written,
 };
-use bcow_testkit::{assert_sound, noise, read};
+use bcow_testkit::{assert_sound, changed, noise, read};
 use sha2::{Digest, Sha256};
 
 const REGION: u64 = 4 << 20;
@@ -97,10 +97,7 @@ fn stack(
 }
 
 fn open(storage: &Arc<MemoryStorage>, store: &Store, verify: Verify) -> Arc<Image> {
-    let options = OpenOptions {
-        verify,
-        ..OpenOptions::default()
-    };
+    let options = changed(OpenOptions::default(), |new| new.verify = verify);
     let resolver = Resolver(store, options.clone());
     Image::open_with_backings(storage.clone(), &options, &resolver).unwrap()
 }

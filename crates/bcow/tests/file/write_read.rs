@@ -7,7 +7,7 @@ use bcow::{
     BlockDevice, Compression, Image, ImageWriter, Mapping, MemoryStorage, OpenOptions, Verify,
     WriterOptions, Written, verify_written,
 };
-use bcow_testkit::{SmallDisk, WriteLog, assert_sound, read};
+use bcow_testkit::{SmallDisk, WriteLog, assert_sound, changed, read};
 
 /// Content of all kinds: text, zeros, noise.
 fn content(bytes: usize) -> Vec<u8> {
@@ -70,10 +70,7 @@ fn content_reads_back_in_every_layout() {
     for options in all_options() {
         let (storage, written, at) = write(&options, &files, &tree);
         for verify in [Verify::Checksums, Verify::Merkle] {
-            let open = OpenOptions {
-                verify,
-                ..OpenOptions::default()
-            };
+            let open = changed(OpenOptions::default(), |new| new.verify = verify);
             let image = Image::open_storage(storage.clone(), &open).unwrap();
             assert_eq!(image.size(), written.size(), "{options:?}");
             let whole = read(&*image, 0, image.size() as usize);
@@ -107,10 +104,7 @@ fn bytes_do_not_depend_on_the_number_of_threads() {
 
 #[test]
 fn plain_file_is_an_image_of_its_address_space() {
-    let options = WriterOptions {
-        plain: true,
-        ..WriterOptions::default()
-    };
+    let options = changed(WriterOptions::default(), |new| new.plain = true);
     let (storage, written, _) = write(&options, &content(1_000_000), &content(5000));
     let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
     let whole = read(&*image, 0, written.size() as usize);
@@ -168,10 +162,7 @@ fn either_slot_serves() {
         let mut bad = storage.to_vec();
         bad[slot + 100] ^= 1;
         let storage = Arc::new(MemoryStorage::new(bad));
-        let open = OpenOptions {
-            verify: Verify::Merkle,
-            ..OpenOptions::default()
-        };
+        let open = changed(OpenOptions::default(), |new| new.verify = Verify::Merkle);
         let image = Image::open_storage(storage.clone(), &open).unwrap();
         assert_eq!(image.size(), written.size());
         let report = check(storage, &CheckOptions::FULL).unwrap();

@@ -17,7 +17,7 @@ use bcow::{
     LockedFile, MemoryStorage, NewFile, NewFileError, OneBacking, OpenOptions, Space, Storage,
     UnreadBackings, WritableDevice,
 };
-use bcow_testkit::{Fault, Faulty, On, PowerCut, Random, Window, assert_sound, content};
+use bcow_testkit::{Fault, Faulty, On, PowerCut, Random, Window, assert_sound, changed, content};
 
 const KIB: u64 = 1024;
 
@@ -418,10 +418,7 @@ fn a_commit_that_cannot_be_says_why_by_its_kind() {
         panic!("a problem of the chain");
     };
     assert!(matches!(problem.cause, ChainCause::InUse(..)), "{problem}");
-    let forced = Policy {
-        share: Share::Force,
-        ..policy()
-    };
+    let forced = changed(policy(), |new| new.share = Share::Force);
     let locked = commit_into_backing(&top, &forced, "a test", &()).unwrap_err();
     let CommitError::Lock { source, .. } = &locked else {
         panic!("{locked}");
@@ -482,10 +479,7 @@ fn a_backing_is_named_only_where_the_disk_finds_it() {
     };
     assert_eq!(searched, elsewhere.path());
     let directories = [directory.path().to_owned()];
-    let allowed = Policy {
-        directories: &directories,
-        ..policy()
-    };
+    let allowed = changed(policy(), |new| new.directories = &directories);
     let entry = name_backing(&disk, &base, &image, &allowed).unwrap();
     assert_eq!(entry.name.to_string(), "base");
     std::fs::write(elsewhere.path().join("base"), "another file").unwrap();
