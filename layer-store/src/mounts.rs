@@ -64,7 +64,11 @@ impl Mounts {
         match state_of(&path)? {
             MountState::Served => {}
             MountState::Dead => {
-                tracing::warn!("the mount of {} has no process any more", layer.source());
+                tracing::error!(
+                    "the mount of {} at {} has no process any more; it is made again",
+                    layer.source(),
+                    path.display()
+                );
                 unmount(&path, UnmountFlags::DETACH)?;
                 self.mount(layer, &path)?;
             }

@@ -23,6 +23,7 @@ import support
 from sequences import ocilib
 from support import bcow, is_mounted, need, read_bytes, read_json, read_text, run
 from test_remote import make_certificates, registry
+from test_snapshotter import has_ended
 from test_snapshotter_remote import allocated, directories, libraries
 
 PROGRAM = os.path.join(os.path.dirname(support.BCOW), "bcow-layer-store")
@@ -256,6 +257,25 @@ class LayerStore(support.Scratch):
         self.assertEqual(podman.start(app, "cat", "/top"), "3")
         podman("rm", "-f", "-t", "0", "long", "changed")
         podman("rmi", "changed", app)
+        support.until(self.ended, "all mounts end")
+
+    def test_a_dead_mount_is_reported_and_made_again(self):
+        app, podman, store = self.name("app"), self.podman, self.store
+        podman.pull(app)
+        before = store.mounts()
+        for name in before:
+            place = os.path.join(store.root, "mounts", name)
+            [pid] = {served["pid"] for served in json.loads(bcow("ps", "--json").out)["services"]
+                     if served["at"] == [place]}
+            os.kill(pid, signal.SIGKILL)
+            support.until(lambda pid=pid: has_ended(pid), "the process ends")
+        self.assertEqual(podman.start(app, "cat", "/top", "/dir/hard"), "3linked")
+        for name in before:
+            place = os.path.join(store.root, "mounts", name)
+            self.assertIn(f"at {place} has no process any more; it is made again", store.output())
+            self.assertTrue(is_mounted(place))
+        self.assertEqual(store.mounts(), before)
+        podman("rmi", app)
         support.until(self.ended, "all mounts end")
 
     def test_image_without_an_attached_one_is_pulled(self):

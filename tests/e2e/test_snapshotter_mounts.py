@@ -227,8 +227,8 @@ class Mounts(WithMounts):
                 support.until(lambda: has_ended(pid), "the process ends")
                 begin = len(one.output())
                 self.assertEqual(one.client.Mounts(key=key), answer)
-                self.assertIn(f"the mount at {place} has no process any more",
-                              one.output(begin))
+                self.assertIn(f'ERROR snapshot "{key}": the mount at {place} has no process any '
+                              "more", one.output(begin))
                 self.assertEqual(read_text(os.path.join(place, "file")), "image")
                 self.assertEqual(self.places(self.root).count(place), 1)
         self.assertEqual(read_text(os.path.join(self.root_of(answers["c"]), "kept")), "kept")

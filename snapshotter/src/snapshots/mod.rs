@@ -28,6 +28,7 @@ use bcow_tool::Tool;
 
 pub use self::applying::ContentStore;
 use self::index::{Chain, Index};
+use self::mounting::Mounter;
 use self::place::SnapshotterRoot;
 use crate::credentials::{Keyring, Pull};
 use crate::error::Error;
@@ -418,8 +419,12 @@ impl Snapshots {
         let layers = layers.ok_or_else(|| {
             Error::State(format!("snapshot {:?} has no layer below", record.name))
         })?;
+        let mounter = Mounter {
+            tool: &self.tool,
+            snapshot: &record.name,
+        };
         if by_overlayfs {
-            return self.place.unpacking(record).prepare(&self.tool, &layers);
+            return self.place.unpacking(record).prepare(&mounter, &layers);
         }
         if is_unpacking && is_applied {
             // For the rare layer that the diff service leaves to containerd: a mount in advance
@@ -427,7 +432,7 @@ impl Snapshots {
             return Ok(vec![layers]);
         }
         let root = self.place.mounted_root(record);
-        mounting::ensure(&self.tool, &layers, &root)?;
+        mounter.ensure(&layers, &root)?;
         Ok(vec![mount::of_directory(&root, is_writable)])
     }
 
