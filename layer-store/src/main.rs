@@ -117,7 +117,8 @@ fn serve(args: &Args) -> Result<(), Error> {
     }
     of_mounts.extend(["-o".into(), "allow_other,suid,dev,overlay_lower".into()]);
     let uses = Uses::open(root.join("layers"));
-    let mounts = Mounts::new(root.join("mounts"), tool.clone(), of_mounts);
+    let auth_file = options.auth_file.clone();
+    let mounts = Mounts::new(root.join("mounts"), tool.clone(), of_mounts, auth_file);
     let blobs = Blobs::open(root.join("blobs"), args.blob_limit, tool.clone(), &options);
     let store = Store::start(Answers::new(tool, options), uses, mounts, blobs);
     let mut config = fuser::Config::default();

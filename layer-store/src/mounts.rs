@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bcow_tool::host::entries_if_any;
-use bcow_tool::registry::on_one_line;
+use bcow_tool::registry::{explained, on_one_line};
 use bcow_tool::{At, HostError, MountState, Tool, state_of, unmount};
 use parking_lot::Mutex;
 use rustix::mount::UnmountFlags;
@@ -31,6 +31,8 @@ pub struct Mounts {
     directory: PathBuf,
     tool: Tool,
     options: Vec<OsString>,
+    /// The file with the credentials for registries.
+    auth_file: PathBuf,
     /// Protects the list. Each mount has a lock of its own, which is taken without this one by
     /// lookups, and held while `bcow` mounts. A sweep only tries to take it.
     slots: Mutex<HashMap<String, Arc<Mutex<Slot>>>>,
@@ -42,8 +44,9 @@ struct Slot {
 }
 
 impl Mounts {
-    /// The mounts in `directory`, by `bcow mount` with these options.
-    pub fn new(directory: PathBuf, tool: Tool, options: Vec<OsString>) -> Self {
+    /// The mounts in `directory`, by `bcow mount` with these options, and with the credentials in
+    /// `auth_file`.
+    pub fn new(directory: PathBuf, tool: Tool, options: Vec<OsString>, auth_file: PathBuf) -> Self {
         if let Err(error) = fs::create_dir_all(&directory).at("create", &directory) {
             tracing::error!("{error}");
         }
@@ -51,6 +54,7 @@ impl Mounts {
             directory,
             tool,
             options,
+            auth_file,
             slots: Mutex::default(),
         }
     }
@@ -87,7 +91,7 @@ impl Mounts {
             // It is empty.
             let _ = fs::remove_dir(path);
         }
-        mounted?;
+        mounted.map_err(|error| Error::State(explained(&error, &layer.image, &self.auth_file)))?;
         tracing::info!("mounted {} at {}", layer.source(), path.display());
         Ok(())
     }
@@ -153,7 +157,7 @@ mod tests {
         let permissions = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         fs::set_permissions(&program, permissions).unwrap();
         let tool = Tool::new(Some(program)).unwrap();
-        Mounts::new(directory.join("mounts"), tool, Vec::new())
+        Mounts::new(directory.join("mounts"), tool, Vec::new(), "/none".into())
     }
 
     #[test]

@@ -23,6 +23,9 @@ pub enum Error {
     /// A registry has not answered a question. containerd may repeat the request.
     #[error("{0}")]
     Unanswered(String),
+    /// The layers of a snapshot cannot be mounted.
+    #[error("{0}")]
+    Mount(String),
     /// `bcow` failed.
     #[error(transparent)]
     Tool(#[from] ToolError),

@@ -152,16 +152,16 @@ fn status(method: &str, error: &Error) -> Status {
     let code = match error {
         Error::NotFound(_) => Code::NotFound,
         Error::Exists(_) => Code::AlreadyExists,
-        Error::State(_) => Code::FailedPrecondition,
+        Error::State(_) | Error::Mount(_) => Code::FailedPrecondition,
         Error::Invalid(_) => Code::InvalidArgument,
         Error::Unsupported(_) => Code::Unimplemented,
         Error::Unanswered(_) => Code::Unavailable,
         Error::Tool(_) | Error::Host(_) => Code::Internal,
     };
-    match code {
+    match error {
         // containerd asks for snapshots that may not exist, and makes them twice.
-        Code::NotFound | Code::AlreadyExists => tracing::debug!("{method}: {error}"),
-        Code::Unavailable => tracing::error!("{method}: {error}"),
+        Error::NotFound(_) | Error::Exists(_) => tracing::debug!("{method}: {error}"),
+        Error::Unanswered(_) | Error::Mount(_) => tracing::error!("{method}: {error}"),
         _ => tracing::warn!("{method}: {error}"),
     }
     Status::new(code, error.to_string())

@@ -22,7 +22,7 @@ import unittest
 import support
 from sequences import ocilib
 from support import bcow, is_mounted, need, read_bytes, read_json, read_text, run
-from test_remote import make_certificates, registry
+from test_remote import USER, credentials, make_certificates, registry
 from test_snapshotter import has_ended
 from test_snapshotter_remote import allocated, directories, libraries
 
@@ -290,6 +290,31 @@ class LayerStore(support.Scratch):
         self.assertEqual(len(store.records()), 1, "the shared one")
         self.podman("rmi", other)
         self.assertEqual(store.records(), [])
+
+    def test_registry_that_denies_access_is_an_error_in_the_log(self):
+        app, store = self.name("app"), self.store
+        self.assertEqual(store.end(), 0)
+        changed = os.path.join(self.place, "auth.json")
+        shutil.copy(self.auth, changed)
+        store.options = ("--auth-file", changed)
+        store.start()
+        layer = store.path(app, self.blobs["app"][1])
+        self.assertTrue(os.path.exists(os.path.join(layer, "info")))
+        support.write_file(changed, credentials(self.address, f"{USER}:wrong"))
+        denied = f"{self.address} denies access; the file with the credentials is {changed}"
+        # The store knows the layer, and cannot read the image.
+        cache = os.path.join(store.root, "cache")
+        for name in os.listdir(cache):
+            os.remove(os.path.join(cache, name))
+        self.assertFalse(os.path.lexists(os.path.join(layer, "diff")))
+        self.assertIn(f"ERROR {app}: ", store.output())
+        self.assertIn(denied, store.output())
+        # Later, it asks again.
+        support.until(lambda: not os.path.exists(os.path.join(layer, "info")), "the question")
+        self.assertIn(f"ERROR {app}: it is not known whether", store.output())
+        self.assertIn(f"{denied}; it is pulled whole", store.output())
+        shutil.copy(self.auth, changed)
+        support.until(lambda: os.path.exists(os.path.join(layer, "diff")), "the next question")
 
     def test_layer_over_others_is_another_layer(self):
         tag, store = self.name("tag"), self.store

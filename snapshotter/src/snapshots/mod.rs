@@ -406,8 +406,9 @@ impl Snapshots {
         if !chain.is_remapped {
             options.extend(mapping);
         }
-        if let Some(remote) = &chain.remote {
-            options.extend(self.remote.mount_options(&remote.image));
+        let image = chain.remote.as_ref().map(|remote| &*remote.image);
+        if let Some(image) = image {
+            options.extend(self.remote.mount_options(image));
         }
         // The mount for the unpacking of a layer is the only one with the layers below it.
         let merged = if is_unpacking {
@@ -422,6 +423,7 @@ impl Snapshots {
         let mounter = Mounter {
             tool: &self.tool,
             snapshot: &record.name,
+            remote: image.map(|image| (image, self.remote.auth_file_of(image))),
         };
         if by_overlayfs {
             return self.place.unpacking(record).prepare(&mounter, &layers);

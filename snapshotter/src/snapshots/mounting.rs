@@ -3,9 +3,10 @@
 //! Each is a mount by `bcow`, in a process of its own or in that of a pool. It does not need this
 //! process: the next one finds it at its directory.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bcow_tool::host::make_private;
+use bcow_tool::registry::{explained, on_one_line};
 use bcow_tool::{At, HostError, MountState, Tool, state_of, unmount};
 use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_change};
 
@@ -22,6 +23,8 @@ pub struct Mounter<'s> {
     pub tool: &'s Tool,
     /// The name of the snapshot.
     pub snapshot: &'s str,
+    /// The image in a registry that has the lowest layers, and the file with its credentials.
+    pub remote: Option<(&'s str, PathBuf)>,
 }
 
 impl Mounter<'_> {
@@ -48,9 +51,13 @@ impl Mounter<'_> {
         self.tool
             .mount(&layers.source, directory, &layers.options.join(","))
             .map_err(|error| {
-                Error::State(format!(
-                    "cannot mount {} at {at}: {}",
-                    layers.source, error.message
+                let why = match &self.remote {
+                    Some((image, auth_file)) => explained(&error, image, auth_file),
+                    None => on_one_line(&error),
+                };
+                let source = &layers.source;
+                Error::Mount(format!(
+                    "snapshot {snapshot:?}: cannot mount {source} at {at}: {why}"
                 ))
             })?;
         // What is mounted inside a bind mount of it must not appear here.
