@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow_tool::host::{lock, make_private};
+use bcow_tool::metrics::MetricsArgs;
 use bcow_tool::notify::notify;
 use bcow_tool::program::{end, start_log};
 use bcow_tool::registry::{is_plain, with_auth_file};
@@ -69,6 +70,8 @@ struct Args {
     /// push` read
     #[arg(long, value_name = "BYTES", default_value_t = 8 << 30)]
     blob_limit: u64,
+    #[command(flatten)]
+    metrics: MetricsArgs,
     #[command(flatten)]
     registry: RegistryArgs,
 }
@@ -123,6 +126,9 @@ fn serve(args: &Args) -> Result<(), Error> {
     let store = Store::start(Answers::new(tool, options), uses, mounts, blobs);
     let mut config = fuser::Config::default();
     config.n_threads = Some(THREADS);
+    let shown = Arc::clone(&store);
+    let metrics = args.metrics.serve(move || shown.page());
+    let _metrics = metrics.map_err(Error::State)?;
     let (mounted, session) = Mounted::new(&args.store, Files::new(store), config)?;
     let is_ending = Arc::new(AtomicBool::new(false));
     let ending = Arc::clone(&is_ending);

@@ -9,6 +9,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bcow_tool::host::entries_if_any;
@@ -36,6 +37,8 @@ pub struct Mounts {
     /// Protects the list. Each mount has a lock of its own, which is taken without this one by
     /// lookups, and held while `bcow` mounts. A sweep only tries to take it.
     slots: Mutex<HashMap<String, Arc<Mutex<Slot>>>>,
+    /// Mounts that were made again since the start of this process.
+    made_again: AtomicU64,
 }
 
 #[derive(Default)]
@@ -56,16 +59,22 @@ impl Mounts {
             options,
             auth_file,
             slots: Mutex::default(),
+            made_again: AtomicU64::new(0),
         }
     }
 
     /// Mounts a layer, if it is not mounted. Returns the directory.
     pub fn ensure(&self, layer: &Layer) -> Result<PathBuf, Error> {
         let name = layer.mount_name();
-        let path = self.directory.join(&name);
+        let path = self.path_of(layer);
         let slot = Arc::clone(self.slots.lock().entry(name).or_default());
         let mut slot = slot.lock();
-        match state_of(&path)? {
+        let state = state_of(&path)?;
+        // The directory exists only as long as the mount, unless the mount has ended otherwise.
+        if state == MountState::Dead || (state == MountState::NotMounted && path.is_dir()) {
+            self.made_again.fetch_add(1, Ordering::Relaxed);
+        }
+        match state {
             MountState::Served => {}
             MountState::Dead => {
                 tracing::error!(
@@ -80,6 +89,16 @@ impl Mounts {
         }
         slot.looked_up = Some(Instant::now());
         Ok(path)
+    }
+
+    /// The directory for the mount of a layer.
+    pub fn path_of(&self, layer: &Layer) -> PathBuf {
+        self.directory.join(layer.mount_name())
+    }
+
+    /// How many mounts were made again since the start of this process.
+    pub fn made_again(&self) -> u64 {
+        self.made_again.load(Ordering::Relaxed)
     }
 
     fn mount(&self, layer: &Layer, path: &Path) -> Result<(), Error> {

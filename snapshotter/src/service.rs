@@ -138,7 +138,8 @@ where
     A: Send + 'static,
 {
     tracing::debug!("{method}: {request:?}");
-    let work = move || operation(&snapshots, request);
+    let work =
+        move || operation(&snapshots, request).inspect_err(|error| snapshots.count_failure(error));
     match tokio::task::spawn_blocking(work).await {
         Ok(answer) => answer.map_err(|error| status(&method, &error)),
         Err(error) => {
@@ -158,11 +159,10 @@ fn status(method: &str, error: &Error) -> Status {
         Error::Unanswered(_) => Code::Unavailable,
         Error::Tool(_) | Error::Host(_) => Code::Internal,
     };
-    match error {
-        // containerd asks for snapshots that may not exist, and makes them twice.
-        Error::NotFound(_) | Error::Exists(_) => tracing::debug!("{method}: {error}"),
-        Error::Unanswered(_) | Error::Mount(_) => tracing::error!("{method}: {error}"),
-        _ => tracing::warn!("{method}: {error}"),
+    match error.kind() {
+        None => tracing::debug!("{method}: {error}"),
+        Some("registry" | "mount") => tracing::error!("{method}: {error}"),
+        Some(_) => tracing::warn!("{method}: {error}"),
     }
     Status::new(code, error.to_string())
 }

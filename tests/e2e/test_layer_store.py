@@ -22,7 +22,7 @@ import unittest
 import support
 from sequences import ocilib
 from support import bcow, is_mounted, need, read_bytes, read_json, read_text, run
-from test_remote import USER, credentials, make_certificates, registry
+from test_remote import USER, credentials, make_certificates, registry, samples
 from test_snapshotter import has_ended
 from test_snapshotter_remote import allocated, directories, libraries
 
@@ -261,15 +261,34 @@ class LayerStore(support.Scratch):
 
     def test_a_dead_mount_is_reported_and_made_again(self):
         app, podman, store = self.name("app"), self.podman, self.store
+        self.assertEqual(store.end(), 0)
+        # The path of a socket has at most 108 bytes.
+        address = os.path.join(podman.run_root, "metrics")
+        store.options += ("--metrics", f"unix:{address}")
+        store.start()
         podman.pull(app)
         before = store.mounts()
+        found = samples(address)
+        self.assertEqual([found[f"bcow_layer_store_{name}"] for name in (
+            "layers", "uses", "mounts", "mounts_made_again_total", "omitted_layers")],
+            ["3", "3", "3", "0", "0"])
+
+        def of_layers(name):
+            begin = f'bcow_layer_{name}{{layer="docker://{self.address}/team/app@'
+            return [value for key, value in sorted(samples(address).items())
+                    if key.startswith(begin) and f'mountpoint="{store.root}/mounts/' in key]
+        self.assertEqual(of_layers("up"), ["1", "1", "1"])
+        self.assertTrue(all(int(value) for value in of_layers("fetched_bytes_total")))
         for name in before:
             place = os.path.join(store.root, "mounts", name)
             [pid] = {served["pid"] for served in json.loads(bcow("ps", "--json").out)["services"]
                      if served["at"] == [place]}
             os.kill(pid, signal.SIGKILL)
             support.until(lambda pid=pid: has_ended(pid), "the process ends")
+        self.assertEqual(of_layers("up"), ["0", "0", "0"])
         self.assertEqual(podman.start(app, "cat", "/top", "/dir/hard"), "3linked")
+        self.assertEqual(of_layers("up"), ["1", "1", "1"])
+        self.assertEqual(samples(address)["bcow_layer_store_mounts_made_again_total"], "3")
         for name in before:
             place = os.path.join(store.root, "mounts", name)
             self.assertIn(f"at {place} has no process any more; it is made again", store.output())

@@ -105,6 +105,12 @@ def metrics(path):
             return answer.read()
 
 
+def samples(path):
+    """The samples on that page, by name and labels."""
+    return dict(line.rsplit(" ", 1) for line in metrics(path).splitlines()
+                if line.startswith("bcow_"))
+
+
 def make_served(case):
     """Makes the tree of a class, and the image of it in a directory for a server."""
     case.tree, case.served = case.path("tree"), case.path("served")

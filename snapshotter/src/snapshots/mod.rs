@@ -11,6 +11,7 @@
 //! mounts.
 
 mod applying;
+mod figures;
 mod index;
 mod mounting;
 mod place;
@@ -27,6 +28,7 @@ use parking_lot::{Condvar, Mutex};
 use bcow_tool::Tool;
 
 pub use self::applying::ContentStore;
+use self::figures::Counters;
 use self::index::{Chain, Index};
 use self::mounting::Mounter;
 use self::place::SnapshotterRoot;
@@ -56,6 +58,7 @@ pub struct Snapshots {
     mount_options: Vec<String>,
     /// containerd's content store, if archives of layers can be applied.
     content: Option<ContentStore>,
+    counters: Counters,
     /// Whether overlayfs can be used below the directory, as soon as that is known.
     has_overlayfs: OnceLock<bool>,
     /// Protects the records in memory. An operation that changes a snapshot holds its name in the
@@ -90,6 +93,7 @@ impl Snapshots {
             keyring,
             mount_options,
             content,
+            counters: Counters::default(),
             index: Mutex::new(index),
             released: Condvar::new(),
             removed,
@@ -424,6 +428,7 @@ impl Snapshots {
             tool: &self.tool,
             snapshot: &record.name,
             remote: image.map(|image| (image, self.remote.auth_file_of(image))),
+            made_again: &self.counters.made_again,
         };
         if by_overlayfs {
             return self.place.unpacking(record).prepare(&mounter, &layers);

@@ -4,6 +4,7 @@
 //! process: the next one finds it at its directory.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow_tool::host::make_private;
 use bcow_tool::registry::{explained, on_one_line};
@@ -25,6 +26,8 @@ pub struct Mounter<'s> {
     pub snapshot: &'s str,
     /// The image in a registry that has the lowest layers, and the file with its credentials.
     pub remote: Option<(&'s str, PathBuf)>,
+    /// Counts the mounts that are made again.
+    pub made_again: &'s AtomicU64,
 }
 
 impl Mounter<'_> {
@@ -38,6 +41,7 @@ impl Mounter<'_> {
                     "snapshot {snapshot:?}: the mount at {at} has no process any more; it is made \
                      again"
                 );
+                self.made_again.fetch_add(1, Ordering::Relaxed);
                 end(directory)?;
             }
             // An earlier mount has made the directory.
@@ -45,6 +49,7 @@ impl Mounter<'_> {
                 tracing::info!(
                     "snapshot {snapshot:?}: the mount at {at} has ended; it is made again"
                 );
+                self.made_again.fetch_add(1, Ordering::Relaxed);
             }
             MountState::NotMounted => make_private(directory)?,
         }
