@@ -91,7 +91,8 @@ impl Answers {
         let json = match self.tool.resolve(&format!("docker://{image}"), &options) {
             Ok(json) => json,
             Err(error) => {
-                let whole = self.options.without_image(image.as_str(), error);
+                let auth_file = &self.options.auth_file;
+                let whole = self.options.without_image(image.as_str(), auth_file, error);
                 return whole.map(|_| None).map_err(Error::State);
             }
         };

@@ -12,7 +12,7 @@ use std::process::Stdio;
 use std::time::SystemTime;
 
 use bcow_tool::host::entries;
-use bcow_tool::registry::{RegistryOptions, with_auth_file};
+use bcow_tool::registry::{RegistryOptions, explained, with_auth_file};
 use bcow_tool::{At, Tool};
 use data_encoding::HEXLOWER;
 use parking_lot::{Condvar, Mutex};
@@ -27,6 +27,8 @@ pub struct Blobs {
     limit_bytes: u64,
     tool: Tool,
     options: Vec<String>,
+    /// The file with the credentials for registries.
+    auth_file: PathBuf,
     /// The blobs that are being fetched, with their sizes. Protects the files against removal by
     /// other threads.
     fetching: Mutex<HashMap<String, u64>>,
@@ -53,6 +55,7 @@ impl Blobs {
             limit_bytes,
             tool,
             options: with_auth_file(&options.of_commands, &options.auth_file),
+            auth_file: options.auth_file.clone(),
             fetching: Mutex::default(),
             fetched: Condvar::new(),
         }
@@ -96,7 +99,8 @@ impl Blobs {
         arguments.extend(["--".into(), OsString::from(&layer.image)]);
         arguments.extend([OsString::from(&blob.digest), blob.size.to_string().into()]);
         self.tool
-            .run_into("fetch-blob", &arguments, Stdio::from(file))?;
+            .run_into("fetch-blob", &arguments, Stdio::from(file))
+            .map_err(|error| Error::State(explained(&error, &layer.image, &self.auth_file)))?;
         let mut file = File::open(new).at("open", new)?;
         let mut hash = Sha256::new();
         let mut piece = vec![0; 256 << 10];

@@ -86,7 +86,10 @@ impl Files {
             &self.0.threads,
             reply,
             move |reply| answer(&inner, reply),
-            refuse,
+            |reply| {
+                self.0.store.count_refusal();
+                refuse(reply);
+            },
         );
     }
 }
@@ -436,13 +439,7 @@ impl fuser::Filesystem for Files {
             reply,
             move |inner, reply| {
                 let added = inner.store.add(&layer.image, &layer.digest, &layer.layer);
-                reply.error(match added {
-                    Ok(()) => Errno::ENOENT,
-                    Err(error) => {
-                        tracing::error!("{}: {}", layer.image, on_one_line(&error));
-                        Errno::EIO
-                    }
-                });
+                reply.error(added.map_or(Errno::EIO, |()| Errno::ENOENT));
             },
             |reply| reply.error(Errno::EAGAIN),
         );
@@ -456,13 +453,8 @@ impl fuser::Filesystem for Files {
         self.in_thread(
             reply,
             move |inner, reply| {
-                reply.error(match inner.store.release(&image, &digest) {
-                    Ok(()) => Errno::ENOENT,
-                    Err(error) => {
-                        tracing::error!("{image}: {}", on_one_line(&error));
-                        Errno::EIO
-                    }
-                });
+                let released = inner.store.release(&image, &digest);
+                reply.error(released.map_or(Errno::EIO, |()| Errno::ENOENT));
             },
             |reply| reply.error(Errno::EAGAIN),
         );

@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow_tool::host::{lock, make_private};
+use bcow_tool::metrics::MetricsArgs;
 use bcow_tool::notify::notify;
 use bcow_tool::program::{end, start_log};
 use bcow_tool::registry::{is_plain, with_auth_file};
@@ -69,6 +70,8 @@ struct Args {
     /// push` read
     #[arg(long, value_name = "BYTES", default_value_t = 8 << 30)]
     blob_limit: u64,
+    #[command(flatten)]
+    metrics: MetricsArgs,
     #[command(flatten)]
     registry: RegistryArgs,
 }
@@ -117,11 +120,15 @@ fn serve(args: &Args) -> Result<(), Error> {
     }
     of_mounts.extend(["-o".into(), "allow_other,suid,dev,overlay_lower".into()]);
     let uses = Uses::open(root.join("layers"));
-    let mounts = Mounts::new(root.join("mounts"), tool.clone(), of_mounts);
+    let auth_file = options.auth_file.clone();
+    let mounts = Mounts::new(root.join("mounts"), tool.clone(), of_mounts, auth_file);
     let blobs = Blobs::open(root.join("blobs"), args.blob_limit, tool.clone(), &options);
     let store = Store::start(Answers::new(tool, options), uses, mounts, blobs);
     let mut config = fuser::Config::default();
     config.n_threads = Some(THREADS);
+    let shown = Arc::clone(&store);
+    let metrics = args.metrics.serve(move || shown.page());
+    let _metrics = metrics.map_err(Error::State)?;
     let (mounted, session) = Mounted::new(&args.store, Files::new(store), config)?;
     let is_ending = Arc::new(AtomicBool::new(false));
     let ending = Arc::clone(&is_ending);

@@ -9,10 +9,11 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bcow_tool::host::entries_if_any;
-use bcow_tool::registry::on_one_line;
+use bcow_tool::registry::{explained, on_one_line};
 use bcow_tool::{At, HostError, MountState, Tool, state_of, unmount};
 use parking_lot::Mutex;
 use rustix::mount::UnmountFlags;
@@ -31,9 +32,13 @@ pub struct Mounts {
     directory: PathBuf,
     tool: Tool,
     options: Vec<OsString>,
+    /// The file with the credentials for registries.
+    auth_file: PathBuf,
     /// Protects the list. Each mount has a lock of its own, which is taken without this one by
     /// lookups, and held while `bcow` mounts. A sweep only tries to take it.
     slots: Mutex<HashMap<String, Arc<Mutex<Slot>>>>,
+    /// Mounts that were made again since the start of this process.
+    made_again: AtomicU64,
 }
 
 #[derive(Default)]
@@ -42,8 +47,9 @@ struct Slot {
 }
 
 impl Mounts {
-    /// The mounts in `directory`, by `bcow mount` with these options.
-    pub fn new(directory: PathBuf, tool: Tool, options: Vec<OsString>) -> Self {
+    /// The mounts in `directory`, by `bcow mount` with these options, and with the credentials in
+    /// `auth_file`.
+    pub fn new(directory: PathBuf, tool: Tool, options: Vec<OsString>, auth_file: PathBuf) -> Self {
         if let Err(error) = fs::create_dir_all(&directory).at("create", &directory) {
             tracing::error!("{error}");
         }
@@ -51,20 +57,31 @@ impl Mounts {
             directory,
             tool,
             options,
+            auth_file,
             slots: Mutex::default(),
+            made_again: AtomicU64::new(0),
         }
     }
 
     /// Mounts a layer, if it is not mounted. Returns the directory.
     pub fn ensure(&self, layer: &Layer) -> Result<PathBuf, Error> {
         let name = layer.mount_name();
-        let path = self.directory.join(&name);
+        let path = self.path_of(layer);
         let slot = Arc::clone(self.slots.lock().entry(name).or_default());
         let mut slot = slot.lock();
-        match state_of(&path)? {
+        let state = state_of(&path)?;
+        // The directory exists only as long as the mount, unless the mount has ended otherwise.
+        if state == MountState::Dead || (state == MountState::NotMounted && path.is_dir()) {
+            self.made_again.fetch_add(1, Ordering::Relaxed);
+        }
+        match state {
             MountState::Served => {}
             MountState::Dead => {
-                tracing::warn!("the mount of {} has no process any more", layer.source());
+                tracing::error!(
+                    "the mount of {} at {} has no process any more; it is made again",
+                    layer.source(),
+                    path.display()
+                );
                 unmount(&path, UnmountFlags::DETACH)?;
                 self.mount(layer, &path)?;
             }
@@ -72,6 +89,16 @@ impl Mounts {
         }
         slot.looked_up = Some(Instant::now());
         Ok(path)
+    }
+
+    /// The directory for the mount of a layer.
+    pub fn path_of(&self, layer: &Layer) -> PathBuf {
+        self.directory.join(layer.mount_name())
+    }
+
+    /// How many mounts were made again since the start of this process.
+    pub fn made_again(&self) -> u64 {
+        self.made_again.load(Ordering::Relaxed)
     }
 
     fn mount(&self, layer: &Layer, path: &Path) -> Result<(), Error> {
@@ -83,7 +110,7 @@ impl Mounts {
             // It is empty.
             let _ = fs::remove_dir(path);
         }
-        mounted?;
+        mounted.map_err(|error| Error::State(explained(&error, &layer.image, &self.auth_file)))?;
         tracing::info!("mounted {} at {}", layer.source(), path.display());
         Ok(())
     }
@@ -149,7 +176,7 @@ mod tests {
         let permissions = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         fs::set_permissions(&program, permissions).unwrap();
         let tool = Tool::new(Some(program)).unwrap();
-        Mounts::new(directory.join("mounts"), tool, Vec::new())
+        Mounts::new(directory.join("mounts"), tool, Vec::new(), "/none".into())
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! What the store does for container engines, independent of FUSE.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
+use bcow_tool::metrics::{Failures, MountFamilies, MountFigures, Page};
 use bcow_tool::registry::on_one_line;
 
 use crate::answers::Answers;
@@ -21,6 +23,16 @@ const FAILURE_PAUSE: Duration = Duration::from_secs(60);
 /// Pause between sweeps if nothing is left to do: lookups without a use leave mounts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
+const MOUNTS: MountFamilies = MountFamilies {
+    label: "layer",
+    up: "bcow_layer_up",
+    requests: "bcow_layer_requests_total",
+    errors: "bcow_layer_errors_total",
+    fetched: "bcow_layer_fetched_bytes_total",
+    mounts: "bcow_layer_store_mounts",
+    omitted: "bcow_layer_store_omitted_layers",
+};
+
 /// The parts of the store.
 pub struct Store {
     answers: Answers,
@@ -28,6 +40,8 @@ pub struct Store {
     mounts: Mounts,
     blobs: Blobs,
     released: Sender<()>,
+    failures: Failures,
+    mount_figures: MountFigures,
 }
 
 impl Store {
@@ -40,6 +54,8 @@ impl Store {
             mounts,
             blobs,
             released,
+            failures: Failures::new(&["registry", "mount", "record", "blob", "busy"]),
+            mount_figures: MountFigures::default(),
         });
         let sweeper = Arc::clone(&store);
         std::thread::spawn(move || sweeper.sweep(&receiver));
@@ -50,8 +66,13 @@ impl Store {
     pub fn find(&self, image: &Reference, digest: &str) -> Result<Option<Layer>, Error> {
         match self.uses.layer(image.as_str(), digest) {
             Some(layer) => Ok(Some(layer)),
-            None => self.answers.layer(image, digest),
+            None => self.ask(image, digest),
         }
+    }
+
+    fn ask(&self, image: &Reference, digest: &str) -> Result<Option<Layer>, Error> {
+        let answer = self.answers.layer(image, digest);
+        answer.inspect_err(|_| self.failures.add("registry"))
     }
 
     /// Whether an engine that pulls the image now means this layer by the digest. If not,
@@ -62,7 +83,7 @@ impl Store {
         digest: &str,
         layer: &Layer,
     ) -> Result<bool, Error> {
-        let current = self.answers.layer(image, digest)?;
+        let current = self.ask(image, digest)?;
         let is_current = current.is_some_and(|current| current.chain_id == layer.chain_id);
         if !is_current {
             tracing::info!("{image}: {digest} is in use, but is not in the image of this name now");
@@ -72,32 +93,76 @@ impl Store {
 
     /// Mounts a layer; returns the directory. `None` if that fails; the log says why.
     pub fn mount(&self, image: &Reference, layer: &Layer) -> Option<PathBuf> {
-        self.mounts
-            .ensure(layer)
-            .inspect_err(|error| tracing::error!("{image}: {}", on_one_line(error)))
-            .ok()
+        self.done("mount", image, self.mounts.ensure(layer))
     }
 
-    /// Adds a use of a layer.
-    pub fn add(&self, image: &Reference, digest: &str, layer: &Layer) -> Result<(), Error> {
-        self.uses.add(image.as_str(), digest, layer)
+    /// Adds a use of a layer. `None` if that fails; the log says why.
+    pub fn add(&self, image: &Reference, digest: &str, layer: &Layer) -> Option<()> {
+        self.done(
+            "record",
+            image,
+            self.uses.add(image.as_str(), digest, layer),
+        )
     }
 
-    /// Releases a use of a layer. With the last one, the mount ends soon.
-    pub fn release(&self, image: &Reference, digest: &str) -> Result<(), Error> {
-        if self.uses.release(image.as_str(), digest)? {
+    /// Releases a use of a layer. With the last one, the mount ends soon. `None` as for `add`.
+    pub fn release(&self, image: &Reference, digest: &str) -> Option<()> {
+        let released = self.uses.release(image.as_str(), digest);
+        if self.done("record", image, released)? {
             // The sweeper ends only with the process.
             let _ = self.released.send(());
         }
-        Ok(())
+        Some(())
     }
 
     /// The blob of a layer. `None` if it cannot be fetched; the log says why.
     pub fn blob(&self, image: &Reference, layer: &Layer) -> Option<File> {
-        self.blobs
-            .get(layer)
-            .inspect_err(|error| tracing::error!("{image}: {}", on_one_line(error)))
+        self.done("blob", image, self.blobs.get(layer))
+    }
+
+    /// The result of an operation. Counts and logs its failure.
+    fn done<T>(
+        &self,
+        kind: &'static str,
+        image: &Reference,
+        result: Result<T, Error>,
+    ) -> Option<T> {
+        result
+            .inspect_err(|error| {
+                self.failures.add(kind);
+                tracing::error!("{image}: {}", on_one_line(error));
+            })
             .ok()
+    }
+
+    /// Counts a request that is refused because too many others are running.
+    pub fn count_refusal(&self) {
+        self.failures.add("busy");
+    }
+
+    /// The metrics of the moment.
+    pub fn page(&self) -> Page {
+        let layers = self.uses.layers();
+        let mut page = Page::default();
+        #[rustfmt::skip]
+        let figures = [
+            ("bcow_layer_store_layers", "gauge", "Layers that engines use", layers.len() as u64),
+            ("bcow_layer_store_uses", "gauge", "Uses of layers",
+                layers.iter().map(|(_, uses)| uses).sum()),
+            ("bcow_layer_store_mounts_made_again_total", "counter",
+                "Mounts that were made again after their end", self.mounts.made_again()),
+        ];
+        page.figures(&figures);
+        let failed = "bcow_layer_store_failed_requests_total";
+        self.failures.write(&mut page, failed);
+        // Several images can have a layer.
+        let mounts: BTreeMap<String, PathBuf> = layers
+            .iter()
+            .map(|(layer, _)| (layer.source(), self.mounts.path_of(layer)))
+            .collect();
+        let mounts = mounts.into_iter().collect();
+        self.mount_figures.write(&mut page, &MOUNTS, mounts);
+        page
     }
 
     /// Ends the mounts of layers that no engine uses.

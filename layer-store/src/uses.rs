@@ -136,6 +136,13 @@ impl Uses {
         unwritten.retain(|key| all.get(key).is_some_and(|it| self.write(it).is_err()));
     }
 
+    /// The layers in use, each with the number of uses.
+    pub fn layers(&self) -> Vec<(Layer, u64)> {
+        let records = self.records.lock();
+        let records = records.all.values();
+        records.map(|it| (it.layer.clone(), it.uses)).collect()
+    }
+
     /// The names of the mounts of the layers in use.
     pub fn mounts(&self) -> HashSet<String> {
         let records = self.records.lock();

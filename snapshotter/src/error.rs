@@ -23,10 +23,41 @@ pub enum Error {
     /// A registry has not answered a question. containerd may repeat the request.
     #[error("{0}")]
     Unanswered(String),
+    /// The layers of a snapshot cannot be mounted.
+    #[error("{0}")]
+    Mount(String),
     /// `bcow` failed.
     #[error(transparent)]
     Tool(#[from] ToolError),
     /// The host failed.
     #[error(transparent)]
     Host(#[from] HostError),
+}
+
+impl Error {
+    /// The kinds of failures in the metrics.
+    pub const KINDS: [&'static str; 7] = [
+        "state",
+        "invalid",
+        "unsupported",
+        "registry",
+        "mount",
+        "bcow",
+        "host",
+    ];
+
+    /// The kind; `None` for answers that are no failures: containerd asks for snapshots that may
+    /// not exist, and makes them twice.
+    pub fn kind(&self) -> Option<&'static str> {
+        Some(match self {
+            Error::NotFound(_) | Error::Exists(_) => return None,
+            Error::State(_) => "state",
+            Error::Invalid(_) => "invalid",
+            Error::Unsupported(_) => "unsupported",
+            Error::Unanswered(_) => "registry",
+            Error::Mount(_) => "mount",
+            Error::Tool(_) => "bcow",
+            Error::Host(_) => "host",
+        })
+    }
 }

@@ -24,10 +24,12 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bcow_tool::At;
 use bcow_tool::host::{make_private, remove_if_any};
+use bcow_tool::metrics::{MetricsArgs, Page};
 use bcow_tool::notify::notify;
 use bcow_tool::program::{end, start_log};
 use bcow_tool::tool::{Tool, parse_pool};
@@ -82,6 +84,8 @@ struct Args {
     #[arg(long, value_name = "DIR")]
     content_store: Option<PathBuf>,
     #[command(flatten)]
+    metrics: MetricsArgs,
+    #[command(flatten)]
     remote: RemoteArgs,
 }
 
@@ -111,6 +115,9 @@ fn serve(args: &Args) -> Result<(), Error> {
     let content = args.content_store.as_deref();
     let content = content.map(ContentStore::open).transpose()?;
     let snapshots = Snapshots::open(&args.root, tool, &args.remote, mount_options, content)?;
+    let shown = Arc::downgrade(&snapshots);
+    let page = move || shown.upgrade().map_or_else(Page::default, |it| it.page());
+    let _metrics = args.metrics.serve(page).map_err(Error::State)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(THREADS)

@@ -123,7 +123,8 @@ impl Remote {
         with_auth_file(&self.options.of_commands, &self.auth_file_of(image))
     }
 
-    fn auth_file_of(&self, image: &str) -> PathBuf {
+    /// The file with the credentials for mounts of this image.
+    pub fn auth_file_of(&self, image: &str) -> PathBuf {
         let kept = Repository::of(image).and_then(|of| self.keyring.for_mounts(&of));
         kept.unwrap_or_else(|| self.options.auth_file.clone())
     }
@@ -192,7 +193,8 @@ impl Remote {
         let json = match self.tool.resolve(&name, &options) {
             Ok(json) => json,
             Err(error) => {
-                let whole = self.options.without_image(&wanted.image, error);
+                let (image, auth_file) = (&wanted.image, &wanted.auth_file);
+                let whole = self.options.without_image(image, auth_file, error);
                 return Ok(match whole.map_err(Error::Unanswered)? {
                     PulledWhole::Denied => Asked::Denied,
                     PulledWhole::NoImage | PulledWhole::Unanswered => Asked::None,

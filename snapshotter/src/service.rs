@@ -138,7 +138,8 @@ where
     A: Send + 'static,
 {
     tracing::debug!("{method}: {request:?}");
-    let work = move || operation(&snapshots, request);
+    let work =
+        move || operation(&snapshots, request).inspect_err(|error| snapshots.count_failure(error));
     match tokio::task::spawn_blocking(work).await {
         Ok(answer) => answer.map_err(|error| status(&method, &error)),
         Err(error) => {
@@ -152,17 +153,16 @@ fn status(method: &str, error: &Error) -> Status {
     let code = match error {
         Error::NotFound(_) => Code::NotFound,
         Error::Exists(_) => Code::AlreadyExists,
-        Error::State(_) => Code::FailedPrecondition,
+        Error::State(_) | Error::Mount(_) => Code::FailedPrecondition,
         Error::Invalid(_) => Code::InvalidArgument,
         Error::Unsupported(_) => Code::Unimplemented,
         Error::Unanswered(_) => Code::Unavailable,
         Error::Tool(_) | Error::Host(_) => Code::Internal,
     };
-    match code {
-        // containerd asks for snapshots that may not exist, and makes them twice.
-        Code::NotFound | Code::AlreadyExists => tracing::debug!("{method}: {error}"),
-        Code::Unavailable => tracing::error!("{method}: {error}"),
-        _ => tracing::warn!("{method}: {error}"),
+    match error.kind() {
+        None => tracing::debug!("{method}: {error}"),
+        Some("registry" | "mount") => tracing::error!("{method}: {error}"),
+        Some(_) => tracing::warn!("{method}: {error}"),
     }
     Status::new(code, error.to_string())
 }

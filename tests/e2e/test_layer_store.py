@@ -23,7 +23,8 @@ import support
 from sequences import ocilib
 from support import (bcow, blob_path, is_mounted, manifest_in, need, read_bytes, read_json,
                      read_text, run, skopeo_copy)
-from test_remote import make_certificates, registry
+from test_remote import USER, credentials, make_certificates, registry, samples
+from test_snapshotter import has_ended
 from test_snapshotter_remote import allocated, directories, libraries
 
 PROGRAM = os.path.join(os.path.dirname(support.BCOW), "bcow-layer-store")
@@ -257,6 +258,44 @@ class LayerStore(support.Scratch):
         podman("rmi", "changed", app)
         support.until(self.ended, "all mounts end")
 
+    def test_a_dead_mount_is_reported_and_made_again(self):
+        app, podman, store = self.name("app"), self.podman, self.store
+        self.assertEqual(store.end(), 0)
+        # The path of a socket has at most 108 bytes.
+        address = os.path.join(podman.run_root, "metrics")
+        store.options += ("--metrics", f"unix:{address}")
+        store.start()
+        podman.pull(app)
+        before = store.mounts()
+        found = samples(address)
+        self.assertEqual([found[f"bcow_layer_store_{name}"] for name in (
+            "layers", "uses", "mounts", "mounts_made_again_total", "omitted_layers")],
+            ["3", "3", "3", "0", "0"])
+
+        def of_layers(name):
+            begin = f'bcow_layer_{name}{{layer="docker://{self.address}/team/app@'
+            return [value for key, value in sorted(samples(address).items())
+                    if key.startswith(begin) and f'mountpoint="{store.root}/mounts/' in key]
+        self.assertEqual(of_layers("up"), ["1", "1", "1"])
+        self.assertTrue(all(int(value) for value in of_layers("fetched_bytes_total")))
+        for name in before:
+            place = os.path.join(store.root, "mounts", name)
+            [pid] = {served["pid"] for served in json.loads(bcow("ps", "--json").out)["services"]
+                     if served["at"] == [place]}
+            os.kill(pid, signal.SIGKILL)
+            support.until(lambda pid=pid: has_ended(pid), "the process ends")
+        self.assertEqual(of_layers("up"), ["0", "0", "0"])
+        self.assertEqual(podman.start(app, "cat", "/top", "/dir/hard"), "3linked")
+        self.assertEqual(of_layers("up"), ["1", "1", "1"])
+        self.assertEqual(samples(address)["bcow_layer_store_mounts_made_again_total"], "3")
+        for name in before:
+            place = os.path.join(store.root, "mounts", name)
+            self.assertIn(f"at {place} has no process any more; it is made again", store.output())
+            self.assertTrue(is_mounted(place))
+        self.assertEqual(store.mounts(), before)
+        podman("rmi", app)
+        support.until(self.ended, "all mounts end")
+
     def test_image_without_an_attached_one_is_pulled(self):
         app, other, store = self.name("app"), self.name("other"), self.store
         # It shares the lowest layer with an image that starts on BCoW layers.
@@ -269,6 +308,31 @@ class LayerStore(support.Scratch):
         self.assertEqual(len(store.records()), 1, "the shared one")
         self.podman("rmi", other)
         self.assertEqual(store.records(), [])
+
+    def test_registry_that_denies_access_is_an_error_in_the_log(self):
+        app, store = self.name("app"), self.store
+        self.assertEqual(store.end(), 0)
+        changed = os.path.join(self.place, "auth.json")
+        shutil.copy(self.auth, changed)
+        store.options = ("--auth-file", changed)
+        store.start()
+        layer = store.path(app, self.blobs["app"][1])
+        self.assertTrue(os.path.exists(os.path.join(layer, "info")))
+        support.write_file(changed, credentials(self.address, f"{USER}:wrong"))
+        denied = f"{self.address} denies access; the file with the credentials is {changed}"
+        # The store knows the layer, and cannot read the image.
+        cache = os.path.join(store.root, "cache")
+        for name in os.listdir(cache):
+            os.remove(os.path.join(cache, name))
+        self.assertFalse(os.path.lexists(os.path.join(layer, "diff")))
+        self.assertIn(f"ERROR {app}: ", store.output())
+        self.assertIn(denied, store.output())
+        # Later, it asks again.
+        support.until(lambda: not os.path.exists(os.path.join(layer, "info")), "the question")
+        self.assertIn(f"ERROR {app}: it is not known whether", store.output())
+        self.assertIn(f"{denied}; it is pulled whole", store.output())
+        shutil.copy(self.auth, changed)
+        support.until(lambda: os.path.exists(os.path.join(layer, "diff")), "the next question")
 
     def test_layer_over_others_is_another_layer(self):
         tag, store = self.name("tag"), self.store

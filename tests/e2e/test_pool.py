@@ -521,18 +521,13 @@ class Restarts(PoolCase):
                 # A request that the kernel does not answer.
                 os.statvfs(where)
 
-            def samples_of(page):
-                return dict(line.rsplit(" ", 1) for line in page.splitlines()
-                            if line.startswith("bcow_"))
-
             def all_are_counted():
                 # A request is counted after its answer.
-                samples = samples_of(test_remote.metrics(address))
+                samples = test_remote.samples(address)
                 return all(int(samples[f'bcow_mount_requests_total{{mountpoint="{where}"}}'])
                            for where in places)
             until(all_are_counted, "each mount has a request")
-            page = test_remote.metrics(address)
-            samples = samples_of(page)
+            samples = test_remote.samples(address)
             self.assertEqual(samples["bcow_pool_mounts"], "2")
             self.assertEqual(samples["bcow_pool_restarts_total"], str(restarts))
             for where in places:
@@ -540,6 +535,7 @@ class Restarts(PoolCase):
                 self.assertEqual(
                     samples[f'bcow_errors_total{{{label},kind="image-damage"}}'], "0")
             self.assertIn(f'bcow_sketches_open{{mountpoint="{places[1]}"}}', samples)
+            page = test_remote.metrics(address)
             types = [line for line in page.splitlines() if line.startswith("# TYPE")]
             self.assertEqual(len(types), len(set(types)))
         # The address belongs to the pool until its end.

@@ -111,6 +111,12 @@ def make_files(top, count, size):
         write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(size))
 
 
+def samples(path):
+    """The samples on that page, by name and labels."""
+    return dict(line.rsplit(" ", 1) for line in metrics(path).splitlines()
+                if line.startswith("bcow_"))
+
+
 def make_served(case):
     """Makes the tree of a class, and the image of it in a directory for a server."""
     case.tree, case.served = case.path("tree"), case.path("served")

@@ -15,6 +15,7 @@ import types
 import unittest
 
 import support
+import test_remote
 from support import bcow, need_kernel, read_bytes, read_text, run, write_file
 from test_snapshotter import WithImage, WithSnapshotter, has_ended
 
@@ -227,8 +228,8 @@ class Mounts(WithMounts):
                 support.until(lambda: has_ended(pid), "the process ends")
                 begin = len(one.output())
                 self.assertEqual(one.client.Mounts(key=key), answer)
-                self.assertIn(f"the mount at {place} has no process any more",
-                              one.output(begin))
+                self.assertIn(f'ERROR snapshot "{key}": the mount at {place} has no process any '
+                              "more", one.output(begin))
                 self.assertEqual(read_text(os.path.join(place, "file")), "image")
                 self.assertEqual(self.places(self.root).count(place), 1)
         self.assertEqual(read_text(os.path.join(self.root_of(answers["c"]), "kept")), "kept")
@@ -236,6 +237,53 @@ class Mounts(WithMounts):
             one.client.Remove(key=key)
         self.assert_nothing_is_mounted()
         self.assert_only(one.client)
+
+    def test_metrics_name_each_snapshot(self):
+        address = os.path.join(self.place, "metrics")
+        one = self.start("--metrics", f"unix:{address}")
+        self.image(one.client)
+        roots = {key: self.root_of(one.client.Prepare(key=key, parent="p")) for key in ("c", "d")}
+        roots["v"] = self.root_of(one.client.View(key="v", parent="p"))
+        roots["extract-1"] = one.client.Prepare(key="extract-1", parent="p").mounts[0].source
+        one.client.Prepare(key="plain")
+        self.refused(CODES.NOT_FOUND, one.client.Stat, key="none")
+        self.refused(CODES.INVALID_ARGUMENT, one.client.Prepare, key="")
+
+        def of(name, key):
+            at = f'{{snapshot="{key}",mountpoint="{roots[key]}"}}'
+            return test_remote.samples(address).get(f"bcow_snapshot_{name}{at}")
+
+        def own(name):
+            return test_remote.samples(address)[f"bcow_snapshotter_{name}"]
+        self.assertEqual([own(f'snapshots{{kind="{kind}"}}')
+                          for kind in ("active", "view", "committed")], ["4", "1", "1"])
+        self.assertEqual([own(f'failed_requests_total{{kind="{kind}"}}')
+                          for kind in ("invalid", "state", "mount")], ["1", "0", "0"])
+        self.assertEqual((own("mounts"), own("omitted_snapshots")), ("4", "0"))
+        read_text(os.path.join(roots["c"], "file"))
+        for key in roots:
+            self.assertEqual((of("up", key), of("errors_total", key)), ("1", "0"))
+            self.assertIsNone(of("fetched_bytes_total", key))
+        support.until(lambda: int(of("requests_total", "c")), "the requests are counted")
+        pids = {served["at"][0]: served["pid"] for served in self.services()}
+        os.kill(pids[roots["c"]], signal.SIGSTOP)
+        try:
+            # It hangs; the page has the others, and asks once.
+            for _ in range(2):
+                self.assertEqual([of("up", key) for key in roots], ["0", "1", "1", "1"])
+        finally:
+            os.kill(pids[roots["c"]], signal.SIGCONT)
+        support.until(lambda: of("up", "c") == "1", "the mount answers again")
+        os.kill(pids[roots["d"]], signal.SIGKILL)
+        support.until(lambda: has_ended(pids[roots["d"]]), "the process ends")
+        self.assertEqual((of("up", "d"), of("requests_total", "d")), ("0", None))
+        self.assertEqual((own("mounts"), own("mounts_made_again_total")), ("4", "0"))
+        one.client.Mounts(key="d")
+        self.assertEqual((of("up", "d"), own("mounts_made_again_total")), ("1", "1"))
+        one.client.Remove(key="d")
+        self.assertIsNone(of("up", "d"))
+        self.assertEqual(one.end(), 0)
+        self.assertFalse(os.path.exists(address))
 
     def test_a_pool_that_was_killed_is_needed_for_the_next_mount(self):
         self.start_pool()

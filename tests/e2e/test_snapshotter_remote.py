@@ -16,7 +16,7 @@ import unittest
 import support
 from sequences import ocilib
 from support import bcow, need, read_bytes, read_text, run, skopeo_copy, write_file
-from test_remote import PASSWORD, USER, make_certificates, registry
+from test_remote import PASSWORD, USER, credentials, make_certificates, registry
 from test_snapshotter import SOCKETS, WithContainerd, WithSnapshotter, has_containerd_2
 from web import listening
 
@@ -351,12 +351,29 @@ class Registered(WithRegistry, WithSnapshotter):
         mounts = one.client.Prepare(key="a", labels=self.labels(0)).mounts
         self.assertEqual([mount.type for mount in mounts], ["bind"])
         errors = [line for line in one.output().splitlines() if "ERROR" in line]
-        self.assertTrue(any(self.name in line and self.path("later") in line
-                            and "it is pulled whole" in line for line in errors), errors)
+        denied = f"{self.address} denies access; the file for credentials, {self.path('later')}, " \
+                 "does not exist; it is pulled whole"
+        self.assertTrue(any(f"{self.name}: " in line and denied in line for line in errors), errors)
         one.client.Remove(key="a")
         # No failure is remembered.
         shutil.copy(good, self.path("later"))
-        self.register(one.client, count=1)
+        names = self.register(one.client)
+        # The password changes. A mount that asks the registry fails.
+        cache = os.path.join(self.root, "cache")
+        for name in os.listdir(cache):
+            os.remove(os.path.join(cache, name))
+        write_file(self.path("later"), credentials(self.address, f"{USER}:wrong"))
+        details = self.refused(CODES.FAILED_PRECONDITION, one.client.Prepare, key="c",
+                               parent=names[2])
+        for expected in ('snapshot "c": cannot mount ', self.resolved,
+                         f"{self.address} denies access; the file with the credentials is "
+                         f"{self.path('later')}"):
+            self.assertIn(expected, details)
+        self.assertIn(f"ERROR /containerd.services.snapshots.v1.Snapshots/Prepare: {details}",
+                      one.output())
+        shutil.copy(good, self.path("later"))
+        with self.mounted(one.client.Prepare(key="c", parent=names[2])) as root:
+            self.assertIn("top", os.listdir(root))
 
     def test_the_lowest_layers_have_a_name(self):
         options = ["--auth-file", self.auth, "--cache-dir", os.path.join(self.place, "cache")]

@@ -30,7 +30,7 @@ use crate::args::MountArgs;
 use crate::ask::{self, Answer};
 use crate::error::{failure, usage};
 use crate::limits;
-use crate::metrics::Metrics;
+use crate::metrics::{self, Metrics};
 use bcow_images::image::Messages;
 pub use bind::Attempt;
 use driver::Way;
@@ -61,7 +61,7 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     if let Some(cpus) = &args.cpus {
         cpus.confine()?;
     }
-    let metrics = args.metrics.as_deref().map(Metrics::listen).transpose()?;
+    let metrics = args.metrics.as_deref().map(metrics::listen).transpose()?;
     if let Some(path) = &args.log_file {
         log_to(path)?;
     }
@@ -205,9 +205,10 @@ struct Running<'a> {
 impl Running<'_> {
     /// Answers requests for metrics from now on.
     fn answer_metrics(&self, stats: Arc<MountStats>) -> Result<(), CommandError> {
-        if let (Some(metrics), Some(asked)) = (&self.metrics, &self.args.metrics) {
-            metrics.answer(move || stats.for_prometheus())?;
-            metrics.announce(asked, self.ui);
+        if let Some(metrics) = &self.metrics {
+            let answered = metrics.answer(move || stats.for_prometheus());
+            answered.context(|| "cannot serve metrics")?;
+            metrics::announce(metrics, self.ui);
         }
         Ok(())
     }

@@ -8,12 +8,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use bcow_listen::Listener;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::net::sockopt::{socket_acceptconn, socket_type};
 use rustix::net::{SocketType, getsockname};
 
 use crate::error::Error;
-use crate::listen::Listener;
 
 /// Number of the first passed descriptor.
 const FIRST: RawFd = 3;

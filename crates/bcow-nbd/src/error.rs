@@ -3,6 +3,8 @@
 
 use std::io;
 
+use bcow_listen::ListenError;
+
 /// An error with which a server fails to start or stops.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -17,16 +19,14 @@ pub enum Error {
     /// The host refused an operation.
     #[error("cannot {action}: {source}")]
     Host {
-        /// The operation that failed, such as "listen on /run/x".
+        /// The operation that failed, such as "wait for clients".
         action: String,
         /// The host's error.
         source: io::Error,
     },
-    #[error("cannot listen on {0}: another server listens there")]
-    InUse(String),
-    /// The path of the socket is an existing file of another type.
-    #[error("cannot listen on {0}: the file exists and is not a socket")]
-    NoSocket(String),
+    /// The server cannot listen.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
     /// The environment variables for passed sockets are invalid.
     #[error("sockets passed by the service manager: {0}")]
     Activation(String),

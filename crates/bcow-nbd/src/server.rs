@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use bcow_listen::Listener;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
@@ -14,7 +15,6 @@ use crate::context::Contexts;
 use crate::error::{Error, SessionEnd};
 use crate::export::{Exports, Selection};
 use crate::handshake::{Handshake, Negotiated, Outcome};
-use crate::listen::Listener;
 use crate::proto::Framing;
 use crate::receive::Receiver;
 use crate::shared::{STACK_BYTES, ServerOptions, Shared};

@@ -14,7 +14,7 @@ use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::image::Messages;
 use bcow_images::{remote, size};
 use bcow_mounts::cpus::{self, Cpus};
-use bcow_mounts::metrics::{self, Metrics};
+use bcow_mounts::metrics;
 use bcow_mounts::mount::{in_background, log_to};
 use bcow_mounts::{PoolName, failure, heap, limits};
 
@@ -94,9 +94,9 @@ fn keep(
     serve_writeback();
     let log_file = args.log_file.as_deref().map(std::path::absolute);
     let (listener, _socket) = listen(&args.name)?;
-    let metrics = args.metrics.as_deref().map(Metrics::listen).transpose()?;
-    if let (Some(metrics), Some(asked)) = (&metrics, &args.metrics) {
-        metrics.announce(asked, ui);
+    let metrics = args.metrics.as_deref().map(metrics::listen).transpose()?;
+    if let Some(metrics) = &metrics {
+        metrics::announce(metrics, ui);
     }
     let supervisor = Supervisor::new(supervisor::Settings {
         name: args.name.clone(),
@@ -161,7 +161,7 @@ fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), Command
     pool.accept(given.listener).context(cannot)?;
     if let Some(socket) = given.metrics {
         let pool = Arc::clone(&pool);
-        metrics::answer_at(socket, move || pool.for_prometheus())?;
+        metrics::answer_at(socket, move || pool.for_prometheus()).context(cannot)?;
     }
     if given.restarts == 0 {
         detach(args)?;

@@ -2,7 +2,8 @@
 //!
 //! [`tool`] runs it, [`registry`] has the options for images in registries, [`resolved`] reads what
 //! `bcow inspect --resolve --json` prints, and [`notify`] reports to systemd. [`program`] has the
-//! log and the exit status, and [`host`] the errors of files and directories.
+//! log and the exit status, [`metrics`] the page for Prometheus, and [`host`] the errors of files
+//! and directories.
 //!
 //! ```no_run
 //! use bcow_tool::{Tool, resolved::Resolved};
@@ -18,6 +19,7 @@
 //! ```
 
 pub mod host;
+pub mod metrics;
 mod mounted;
 pub mod notify;
 pub mod program;

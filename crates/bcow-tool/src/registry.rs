@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::tool::ResolveError;
+use crate::tool::{ResolveError, ToolError};
 
 /// What to do with an image whose registry does not say whether a BCoW image is attached to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
@@ -143,9 +143,14 @@ pub enum PulledWhole {
 }
 
 impl RegistryOptions {
-    /// What a failure to find the BCoW image of `image` means: whether the engine pulls the image
-    /// whole. The log says why.
-    pub fn without_image(&self, image: &str, error: ResolveError) -> Result<PulledWhole, String> {
+    /// What a failure to find the BCoW image of `image` with the credentials in `auth_file` means:
+    /// whether the engine pulls the image whole. The log says why.
+    pub fn without_image(
+        &self,
+        image: &str,
+        auth_file: &Path,
+        error: ResolveError,
+    ) -> Result<PulledWhole, String> {
         let why = on_one_line(&error);
         let unknown = "it is not known whether a BCoW image is attached";
         match (&error, self.if_unanswered) {
@@ -154,11 +159,8 @@ impl RegistryOptions {
                 Ok(PulledWhole::NoImage)
             }
             (ResolveError::Denied(_), _) => {
-                tracing::error!(
-                    "{image}: {unknown}: {why}; credentials come from {}, which --auth-file \
-                     names; it is pulled whole",
-                    self.auth_file.display()
-                );
+                let denial = denial(image, auth_file);
+                tracing::error!("{image}: {unknown}: {why}; {denial}; it is pulled whole");
                 Ok(PulledWhole::Denied)
             }
             (ResolveError::Unknown(_), IfUnanswered::Pull) => {
@@ -169,6 +171,31 @@ impl RegistryOptions {
                 "{image}: {unknown}: {why}; --if-unanswered=pull pulls the image whole"
             )),
         }
+    }
+}
+
+/// A failure with an image in a registry, on one line. If the registry denies access, with the name
+/// of the registry, and with the file where `bcow` looks for credentials.
+pub fn explained(error: &ToolError, image: &str, auth_file: &Path) -> String {
+    let text = on_one_line(error);
+    if error.is_denial() {
+        format!("{text}; {}", denial(image, auth_file))
+    } else {
+        text
+    }
+}
+
+fn denial(image: &str, auth_file: &Path) -> String {
+    let name = image.strip_prefix("docker://").unwrap_or(image);
+    let host = match name.split_once('/') {
+        Some((host, _)) if host.contains(['.', ':']) || host == "localhost" => host,
+        _ => "docker.io",
+    };
+    let file = auth_file.display();
+    if auth_file.exists() {
+        format!("{host} denies access; the file with the credentials is {file}")
+    } else {
+        format!("{host} denies access; the file for credentials, {file}, does not exist")
     }
 }
 
@@ -221,8 +248,9 @@ mod tests {
             };
             args.options(Path::new("/c")).unwrap()
         };
-        let pulled =
-            |status, if_unanswered| options(if_unanswered).without_image("h/r:1", failed(status));
+        let pulled = |status, if_unanswered| {
+            options(if_unanswered).without_image("h/r:1", Path::new("/auth"), failed(status))
+        };
         for (status, whole) in [(3, PulledWhole::NoImage), (4, PulledWhole::Denied)] {
             assert_eq!(pulled(status, IfUnanswered::Fail), Ok(whole));
             assert_eq!(pulled(status, IfUnanswered::Pull), Ok(whole));
@@ -235,6 +263,34 @@ mod tests {
             "{refused}"
         );
         assert_eq!(pulled(1, IfUnanswered::Pull), Ok(PulledWhole::Unanswered));
+    }
+
+    #[test]
+    fn a_denial_names_the_registry_and_the_file_with_the_credentials() {
+        let failed = |message: &str| ToolError {
+            command: "bcow mount".to_owned(),
+            message: message.to_owned(),
+            status: Some(32),
+        };
+        let denied = failed("error: x\n  caused by: the server denies access (status 401): y");
+        for (image, file, expected) in [
+            (
+                "docker://h.org:5000/r@sha256:a",
+                "/dev/null",
+                "; h.org:5000 denies access; the file with the credentials is /dev/null",
+            ),
+            (
+                "team/app:1",
+                "/none",
+                "; docker.io denies access; the file for credentials, /none, does not exist",
+            ),
+        ] {
+            let text = explained(&denied, image, Path::new(file));
+            assert!(text.ends_with(expected), "{text}");
+            assert!(!text.contains('\n'), "{text}");
+        }
+        let other = explained(&failed("error: x"), "h.org/r", Path::new("/dev/null"));
+        assert_eq!(other, "bcow mount failed: error: x");
     }
 
     #[test]

@@ -8,6 +8,8 @@ use std::process::{Command, Stdio};
 
 /// Bytes of the messages of a failed command that a client gets.
 const MESSAGE_BYTES: usize = 4096;
+/// What the messages of `bcow` have when a server denies access, with status 401 or 403.
+const DENIAL: &str = "the server denies access (status 40";
 
 /// The program `bcow`.
 #[derive(Debug, Clone)]
@@ -25,6 +27,13 @@ pub struct ToolError {
     pub message: String,
     /// Its exit status; `None` if it did not exit.
     pub status: Option<i32>,
+}
+
+impl ToolError {
+    /// Whether the server of an image denies access. Mounts have no exit status for that.
+    pub fn is_denial(&self) -> bool {
+        self.message.contains(DENIAL)
+    }
 }
 
 /// Why a name in a registry leads to no image in BCoW form.

@@ -286,6 +286,24 @@ fn an_upper_inside_one_in_use_or_around_it_is_refused_by_both_names() {
 }
 
 #[test]
+fn of_an_upper_and_one_inside_it_that_begin_together_one_is_refused() {
+    for _ in 0..200 {
+        let dir = TempDir::new().unwrap();
+        let outer = dir.path().join("outer");
+        let inner = outer.join("inner");
+        let begun = std::thread::scope(|scope| {
+            let outer_one = scope.spawn(|| Instance::open(&outer, IMAGE, NOTE).ok());
+            let inner_one = scope.spawn(|| {
+                let _ = fs::create_dir(&outer);
+                Instance::open(&inner, IMAGE, NOTE).ok()
+            });
+            [outer_one.join().unwrap(), inner_one.join().unwrap()]
+        });
+        assert!(begun.iter().flatten().count() < 2);
+    }
+}
+
+#[test]
 fn work_directory_is_emptied_of_objects_of_each_type() {
     let dir = TempDir::new().unwrap();
     drop(begin(dir.path()));

@@ -11,6 +11,7 @@
 //! mounts.
 
 mod applying;
+mod figures;
 mod index;
 mod mounting;
 mod place;
@@ -27,7 +28,9 @@ use parking_lot::{Condvar, Mutex};
 use bcow_tool::Tool;
 
 pub use self::applying::ContentStore;
+use self::figures::Counters;
 use self::index::{Chain, Index};
+use self::mounting::Mounter;
 use self::place::SnapshotterRoot;
 use crate::credentials::{Keyring, Pull};
 use crate::error::Error;
@@ -55,6 +58,7 @@ pub struct Snapshots {
     mount_options: Vec<String>,
     /// containerd's content store, if archives of layers can be applied.
     content: Option<ContentStore>,
+    counters: Counters,
     /// Whether overlayfs can be used below the directory, as soon as that is known.
     has_overlayfs: OnceLock<bool>,
     /// Protects the records in memory. An operation that changes a snapshot holds its name in the
@@ -89,6 +93,7 @@ impl Snapshots {
             keyring,
             mount_options,
             content,
+            counters: Counters::default(),
             index: Mutex::new(index),
             released: Condvar::new(),
             removed,
@@ -405,8 +410,9 @@ impl Snapshots {
         if !chain.is_remapped {
             options.extend(mapping);
         }
-        if let Some(remote) = &chain.remote {
-            options.extend(self.remote.mount_options(&remote.image));
+        let image = chain.remote.as_ref().map(|remote| &*remote.image);
+        if let Some(image) = image {
+            options.extend(self.remote.mount_options(image));
         }
         // The mount for the unpacking of a layer is the only one with the layers below it.
         let merged = if is_unpacking {
@@ -418,8 +424,14 @@ impl Snapshots {
         let layers = layers.ok_or_else(|| {
             Error::State(format!("snapshot {:?} has no layer below", record.name))
         })?;
+        let mounter = Mounter {
+            tool: &self.tool,
+            snapshot: &record.name,
+            remote: image.map(|image| (image, self.remote.auth_file_of(image))),
+            made_again: &self.counters.made_again,
+        };
         if by_overlayfs {
-            return self.place.unpacking(record).prepare(&self.tool, &layers);
+            return self.place.unpacking(record).prepare(&mounter, &layers);
         }
         if is_unpacking && is_applied {
             // For the rare layer that the diff service leaves to containerd: a mount in advance
@@ -427,7 +439,7 @@ impl Snapshots {
             return Ok(vec![layers]);
         }
         let root = self.place.mounted_root(record);
-        mounting::ensure(&self.tool, &layers, &root)?;
+        mounter.ensure(&layers, &root)?;
         Ok(vec![mount::of_directory(&root, is_writable)])
     }
 

@@ -10,11 +10,11 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use bcow_tool::host::make_private;
-use bcow_tool::{At, HostError, Tool};
+use bcow_tool::{At, HostError};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, XattrFlags, utimensat};
 use rustix::mount::{MountFlags, mount};
 
-use super::mounting;
+use super::mounting::{self, Mounter};
 use crate::error::Error;
 use crate::mount::{of_unpacking, options_of_overlay, text};
 use crate::protocol::Mount;
@@ -35,8 +35,8 @@ pub struct Unpacking {
 impl Unpacking {
     /// Mounts the layers below, and prepares the upper. `layers` is their mount. Returns the mounts
     /// that containerd makes.
-    pub fn prepare(&self, tool: &Tool, layers: &Mount) -> Result<Vec<Mount>, Error> {
-        mounting::ensure(tool, layers, &self.lower)?;
+    pub fn prepare(&self, mounter: &Mounter<'_>, layers: &Mount) -> Result<Vec<Mount>, Error> {
+        mounter.ensure(layers, &self.lower)?;
         if !self.is_prepared() {
             // overlayfs shows the attributes of the upper as those of the root.
             copy_attributes(&self.lower, &self.upper)?;

@@ -21,15 +21,15 @@ pub fn listeners(
         ));
     }
     if let Some(path) = socket {
-        listeners.push(Listener::unix(path).map_err(|error| failure(&error))?);
+        listeners.push(Listener::unix(path).map_err(|error| failure(&error.into()))?);
     }
     for address in addresses {
         for address in resolve(address)? {
-            listeners.push(Listener::tcp(address).map_err(|error| failure(&error))?);
+            listeners.push(Listener::tcp(address).map_err(|error| failure(&error.into()))?);
         }
     }
     if listeners.is_empty() {
-        listeners.push(Listener::unix(&default_socket()?).map_err(|error| failure(&error))?);
+        listeners.push(Listener::unix(&default_socket()?).map_err(|error| failure(&error.into()))?);
     }
     Ok(listeners)
 }

@@ -1,9 +1,9 @@
-//! The text format of Prometheus (version 0.0.4).
+//! The statistics as a page for Prometheus.
 
 use std::collections::BTreeMap;
-use std::fmt::Write;
 
 use bcow::CacheFigures;
+use bcow_listen::{Figure, Page};
 
 use super::document::{Bucket, DiskFigures, Document, OperationFigures, Remote, Upper};
 use super::latency;
@@ -20,16 +20,12 @@ pub(crate) fn text(document: &Document) -> String {
 /// The metrics of a process that serves several mounts. The mountpoint is a label of those that
 /// belong to a mount. The cache and the histograms of requests are those of all mounts: a histogram
 /// for each mount would make the page too long.
-pub fn text_of_pool(
-    figures: &[(&'static str, &'static str, &'static str, u64)],
-    cache: &CacheFigures,
-    mounts: &[Document],
-) -> String {
+pub fn text_of_pool(figures: &[Figure], cache: &CacheFigures, mounts: &[Document]) -> String {
     let mut out = Page::default();
     out.figures(figures);
     write_cache(cache, &mut out);
     for document in mounts {
-        out.mountpoint = Some(document.mountpoint.clone());
+        out.label_all(vec![("mountpoint", document.mountpoint.clone())]);
         write_mount(document, &mut out);
         let requests = document.operations.iter().map(|figures| figures.count);
         out.figures(&[(
@@ -39,7 +35,7 @@ pub fn text_of_pool(
             requests.sum(),
         )]);
     }
-    out.mountpoint = None;
+    out.label_all(Vec::new());
     write_operations(mounts, &mut out);
     out.text()
 }
@@ -245,83 +241,6 @@ fn write_upper(upper: &Upper, out: &mut Page) {
     ] {
         out.sample(FILLS, &[("by", by)], count as f64);
     }
-}
-
-/// The page in progress.
-#[derive(Default)]
-struct Page {
-    families: Vec<Family>,
-    /// The family of the next samples, as an index.
-    current: usize,
-    /// A label of all samples.
-    mountpoint: Option<String>,
-}
-
-/// The samples of one metric. Prometheus wants them in one piece.
-struct Family {
-    name: &'static str,
-    kind: &'static str,
-    help: &'static str,
-    samples: String,
-}
-
-impl Page {
-    /// Continues or begins a family.
-    fn family(&mut self, name: &'static str, kind: &'static str, help: &'static str) {
-        let known = self.families.iter().position(|family| family.name == name);
-        self.current = known.unwrap_or_else(|| {
-            self.families.push(Family {
-                name,
-                kind,
-                help,
-                samples: String::new(),
-            });
-            self.families.len() - 1
-        });
-    }
-
-    /// Writes a family with one sample for each name, kind, help and value.
-    fn figures(&mut self, figures: &[(&'static str, &'static str, &'static str, u64)]) {
-        for (name, kind, help, value) in figures {
-            self.family(name, kind, help);
-            self.sample(name, &[], *value as f64);
-        }
-    }
-
-    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
-        let mountpoint = self.mountpoint.as_deref().map(|path| ("mountpoint", path));
-        let labels: Vec<String> = mountpoint
-            .iter()
-            .chain(labels)
-            .map(|(label, value)| format!("{label}=\"{}\"", escaped(value)))
-            .collect();
-        let samples = &mut self.families[self.current].samples;
-        // Writing to a string cannot fail.
-        let _ = if labels.is_empty() {
-            writeln!(samples, "{name} {value}")
-        } else {
-            writeln!(samples, "{name}{{{}}} {value}", labels.join(","))
-        };
-    }
-
-    fn text(&self) -> String {
-        let mut text = String::new();
-        for family in &self.families {
-            let Family {
-                name, kind, help, ..
-            } = family;
-            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
-            text.push_str(&family.samples);
-        }
-        text
-    }
-}
-
-fn escaped(value: &str) -> String {
-    value
-        .replace('\\', r"\\")
-        .replace('"', "\\\"")
-        .replace('\n', r"\n")
 }
 
 #[cfg(test)]

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 22] = [
+const MAY_USE: [(&str, &[&str]); 23] = [
+    ("bcow-listen", &[]),
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -33,9 +34,10 @@ const MAY_USE: [(&str, &[&str]); 22] = [
             "bcow-erofs",
             "bcow",
             "bcow-format",
+            "bcow-listen",
         ],
     ),
-    ("bcow-nbd", &["bcow"]),
+    ("bcow-nbd", &["bcow", "bcow-listen"]),
     ("bcow-foreign", &["bcow"]),
     ("bcow-remote", &["bcow"]),
     (
@@ -88,6 +90,7 @@ const MAY_USE: [(&str, &[&str]); 22] = [
             "bcow-view",
             "bcow-erofs",
             "bcow",
+            "bcow-listen",
         ],
     ),
     (
@@ -102,7 +105,7 @@ const MAY_USE: [(&str, &[&str]); 22] = [
         ],
     ),
     ("bcow-testkit", &["bcow"]),
-    ("bcow-tool", &[]),
+    ("bcow-tool", &["bcow-listen"]),
     // They run the program `bcow`.
     ("bcow-snapshotter", &["bcow-tool"]),
     ("bcow-layer-store", &["bcow-tool"]),

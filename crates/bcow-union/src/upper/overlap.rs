@@ -7,15 +7,21 @@
 //! - For outer uppers, the first check tests the lock in each ancestor directory.
 //! - For inner uppers, the second check searches the open files of all processes that this user may
 //!   examine. It also finds outer uppers that are not on the path, for example because the path
-//!   leads through a bind mount.
+//!   leads through a bind mount. Its duration grows with the number of mounts.
+//!
+//! A new upper needs only the first check, if it is on a mount of its whole file system: all
+//! directories around it are then on the path, and an inner upper needs a directory in it.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ffi::OsString;
 use std::fs::File;
+use std::io::{self, BufRead, BufReader, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use bcow::lock::{FileLock, LockError, held_locks};
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 use super::beneath::check_regular;
 use super::lock::open_lock;
@@ -29,14 +35,25 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
     let Some((canonical, directory)) = resolve(path) else {
         return Ok(());
     };
+    let mut has_examined_all = true;
     for above in canonical.ancestors().skip(1) {
-        if let Some(holder) = upper_lock_holder(above) {
-            return Err(UpperError::Inside {
-                path: path.to_owned(),
-                outer: above.to_owned(),
-                holder,
-            });
+        match upper_lock_holder(above) {
+            Ok(None) => {}
+            Ok(Some(holder)) => {
+                return Err(UpperError::Inside {
+                    path: path.to_owned(),
+                    outer: above.to_owned(),
+                    holder,
+                });
+            }
+            Err(_) => has_examined_all = false,
         }
+    }
+    if has_examined_all
+        && has_no_directory(&canonical).unwrap_or(false)
+        && shows_whole_file_system(&directory).unwrap_or(false)
+    {
+        return Ok(());
     }
     let mut tables = MountTables::default();
     let Some(place) = tables.place_of("self", directory.as_raw_fd(), &canonical) else {
@@ -59,7 +76,7 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
             _ => continue,
         };
         let Some(holder) =
-            open_of_process(&pid, descriptor).and_then(|lock| exclusive_lock_holder(&lock))
+            open_of_process(&pid, descriptor).and_then(|lock| exclusive_lock_holder(&lock).ok()?)
         else {
             continue;
         };
@@ -99,22 +116,62 @@ fn open_directory(path: &Path) -> Option<OwnedFd> {
     rustix::fs::open(path, flags, Mode::empty()).ok()
 }
 
-/// The process that holds the lock of the upper at `path` for writing; `None` if the directory is
-/// not in use as an upper, or cannot be examined.
-fn upper_lock_holder(path: &Path) -> Option<LockError> {
-    let root = open_directory(path)?;
-    let meta = work::open_directory(root.as_fd(), META.as_bytes()).ok()?;
-    let lock = open_lock(meta.as_fd(), OFlags::RDONLY).ok()??;
-    exclusive_lock_holder(&lock)
+/// Whether the directory of an upper has no directory except [`META`], which has none either. An
+/// upper that begins in it later finds its lock. An upper that does not exist has none.
+fn has_no_directory(upper: &Path) -> io::Result<bool> {
+    let directories = |path: &Path| -> io::Result<Vec<OsString>> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(path)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                found.push(entry.file_name());
+            }
+        }
+        Ok(found)
+    };
+    match directories(upper) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(true),
+        Ok(found) if found == [META] => Ok(directories(&upper.join(META))?.is_empty()),
+        found => Ok(found?.is_empty()),
+    }
 }
 
-/// The process that holds the lock for writing; `None` if no process does, or if the lock cannot be
-/// tested. The test acquires a shared lock, which is released when the caller closes `lock`. Until
-/// then, another process cannot acquire the lock for writing.
-fn exclusive_lock_holder(lock: &File) -> Option<LockError> {
+/// Whether the mount of a directory shows its file system from the root. The kernel lists old mounts
+/// first, and the list is read only as far as this one.
+fn shows_whole_file_system(directory: &OwnedFd) -> Option<bool> {
+    let mount = mount_of("self", directory.as_raw_fd())?;
+    let table = BufReader::new(File::open("/proc/self/mountinfo").ok()?);
+    let mut lines = table.split(b'\n').map_while(Result::ok);
+    lines.find_map(|line| {
+        let mut fields = line.split(|&byte| byte == b' ');
+        let is_own = fields.next()? == mount.as_bytes();
+        is_own.then(|| fields.nth(2) == Some(&b"/"[..]))
+    })
+}
+
+/// The process that holds the lock of the upper at `path` for writing; `None` if the directory is
+/// not in use as an upper.
+fn upper_lock_holder(path: &Path) -> io::Result<Option<LockError>> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = rustix::fs::open(path, flags, Mode::empty())?;
+    let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
+        Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(None),
+        meta => meta?,
+    };
+    match open_lock(meta.as_fd(), OFlags::RDONLY)? {
+        Some(lock) => exclusive_lock_holder(&lock),
+        None => Ok(None),
+    }
+}
+
+/// The process that holds the lock for writing; `None` if no process does. The test acquires a
+/// shared lock, which is released when the caller closes `lock`. Until then, another process cannot
+/// acquire the lock for writing.
+fn exclusive_lock_holder(lock: &File) -> io::Result<Option<LockError>> {
     match FileLock::shared(lock) {
-        Err(LockError::Io(_)) | Ok(()) => None,
-        Err(holder) => Some(holder),
+        Ok(()) => Ok(None),
+        Err(LockError::Io(error)) => Err(error),
+        Err(holder) => Ok(Some(holder)),
     }
 }
 
@@ -174,11 +231,8 @@ impl View {
 impl MountTables {
     /// The place of `path` on the mount to which a descriptor of the process `pid` belongs.
     fn place_of(&mut self, pid: &str, descriptor: i32, path: &Path) -> Option<DirectoryPlace> {
-        let fdinfo = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
-        let mount = fdinfo
-            .lines()
-            .find_map(|line| line.strip_prefix("mnt_id:"))?;
-        let mount = mount.trim().as_bytes();
+        let mount = mount_of(pid, descriptor)?;
+        let mount = mount.as_bytes();
         let view = View::of(pid)?;
         let known = self
             .0
@@ -192,6 +246,14 @@ impl MountTables {
             place
         })
     }
+}
+
+/// The number of the mount to which a descriptor of the process `pid` belongs.
+fn mount_of(pid: &str, descriptor: i32) -> Option<String> {
+    let fdinfo = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
+    let mut lines = fdinfo.lines();
+    let mount = lines.find_map(|line| line.strip_prefix("mnt_id:"))?;
+    Some(mount.trim().to_owned())
 }
 
 fn mount_namespace(pid: &str) -> Option<PathBuf> {

@@ -17,7 +17,7 @@ use rustix::net::{
     socket_with,
 };
 
-use crate::error::Error;
+use crate::error::ListenError;
 
 /// Limit of connections that wait to be accepted. The host may have a lower limit.
 const BACKLOG: i32 = 1024;
@@ -45,9 +45,8 @@ pub enum ListenAddress {
 impl Listener {
     /// Listens on a Unix socket to which only this user can connect. Replaces the socket of a
     /// server that no longer runs.
-    pub fn unix(path: &Path) -> Result<Self, Error> {
-        let failed =
-            |source: io::Error| Error::host(format!("listen on {}", path.display()), source);
+    pub fn unix(path: &Path) -> Result<Self, ListenError> {
+        let failed = |source| ListenError::host(path.display(), source);
         let fd = match bind_unix(path) {
             Err(Errno::ADDRINUSE) => {
                 remove_if_dead(path)?;
@@ -65,8 +64,8 @@ impl Listener {
     }
 
     /// Listens on a TCP address. With port 0, the host selects a port.
-    pub fn tcp(address: SocketAddr) -> Result<Self, Error> {
-        let failed = |source| Error::host(format!("listen on {address}"), source);
+    pub fn tcp(address: SocketAddr) -> Result<Self, ListenError> {
+        let failed = |source| ListenError::host(address, source);
         let listener = TcpListener::bind(address).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         Ok(Listener {
@@ -77,7 +76,7 @@ impl Listener {
     }
 
     /// Uses a socket that another process created and will remove.
-    pub(crate) fn passed(fd: OwnedFd, address: SocketAddrAny) -> Self {
+    pub fn passed(fd: OwnedFd, address: SocketAddrAny) -> Self {
         let unix = |address: SocketAddrUnix| {
             let path = address.path_bytes()?;
             Some(PathBuf::from(OsStr::from_bytes(path)))
@@ -102,7 +101,7 @@ impl Listener {
     }
 
     /// Sets options on an accepted connection.
-    pub(crate) fn prepare(&self, socket: &OwnedFd) {
+    pub fn prepare(&self, socket: &OwnedFd) {
         if let ListenAddress::Tcp(_) = self.place {
             // Errors are ignored: without these options, the connection is slower, or its loss is
             // detected later.
@@ -143,18 +142,18 @@ fn bind_unix(path: &Path) -> Result<OwnedFd, Errno> {
 }
 
 /// Removes a socket on which no server listens.
-fn remove_if_dead(path: &Path) -> Result<(), Error> {
+fn remove_if_dead(path: &Path) -> Result<(), ListenError> {
     let shown = || path.display().to_string();
-    let failed = |source| Error::host(format!("listen on {}", path.display()), source);
+    let failed = |source| ListenError::host(path.display(), source);
     let metadata = fs::symlink_metadata(path).map_err(failed)?;
     if !metadata.file_type().is_socket() {
-        return Err(Error::NoSocket(shown()));
+        return Err(ListenError::NoSocket(shown()));
     }
     match UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             fs::remove_file(path).map_err(failed)
         }
         // A server answers, or this cannot be determined.
-        _ => Err(Error::InUse(shown())),
+        _ => Err(ListenError::InUse(shown())),
     }
 }
