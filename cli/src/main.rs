@@ -1,14 +1,15 @@
 //! `bcow`: creates, mounts, inspects, checks and extracts BCoW images.
 //!
-//! The path through it: [`Cli`] is the command line, [`run`] selects the command, [`commands`] has
-//! one file for each, [`ui`] formats messages, progress and results, and [`error`] describes a
-//! failure.
+//! The path through it: [`Cli`] is the command line, [`foreign_words`] knows the words of other
+//! programs, [`run`] selects the command, [`commands`] has one file for each, [`ui`] formats
+//! messages, progress and results, and [`error`] describes a failure.
 
 mod commands;
+mod foreign_words;
 mod sealing;
 mod ui;
 
-use std::ffi::OsStr;
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use bcow_images::global::GlobalArgs;
@@ -78,8 +79,10 @@ enum Command {
     Commit(commands::commit::Args),
     Compact(commands::compact::Args),
     Seal(commands::seal::Args),
+    #[command(alias = "info")]
     Inspect(commands::inspect::Args),
     Map(commands::map::Args),
+    #[command(alias = "check")]
     Fsck(commands::fsck::Args),
     Ls(commands::ls::Args),
     Cat(commands::cat::Args),
@@ -87,6 +90,7 @@ enum Command {
     Export(commands::export::Args),
     Diff(commands::diff::Args),
     Mount(commands::mount::Args),
+    #[command(alias = "unmount")]
     Umount(commands::umount::Args),
     Cache(commands::cache::Args),
     Stats(commands::stats::Args),
@@ -95,6 +99,7 @@ enum Command {
     Serve(commands::serve::Args),
     Attach(commands::attach::Args),
     Detach(commands::detach::Args),
+    #[command(alias = "completion")]
     Completions(commands::completions::Args),
     Man(commands::man::Args),
     Version(commands::version::Args),
@@ -105,7 +110,7 @@ enum Command {
 fn main() -> ExitCode {
     abort_on_panic();
     let arguments = match helper::command_line() {
-        Ok(Request::Run(arguments)) => arguments,
+        Ok(Request::Run(arguments)) => foreign_words::translate(arguments),
         Ok(Request::Help) => {
             print!("{}", helper::USAGE);
             return ExitCode::from(exit::DONE);
@@ -115,9 +120,9 @@ fn main() -> ExitCode {
             return exit_code(error.exit());
         }
     };
-    let cli = match Cli::try_parse_from(arguments) {
+    let cli = match Cli::try_parse_from(&arguments) {
         Ok(cli) => cli,
-        Err(error) => return exit_code(no_command(&error)),
+        Err(error) => return exit_code(no_command(error, &arguments)),
     };
     let ui = Ui::new(&cli.global);
     ui.start_log();
@@ -194,31 +199,26 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
 }
 
 /// Prints the help, the version or the error of the command line. Returns the exit status.
-fn no_command(error: &clap::Error) -> u8 {
-    use clap::error::ErrorKind;
-    let printed = error.print();
+fn no_command(mut error: clap::Error, arguments: &[OsString]) -> u8 {
+    use clap::error::{ContextKind, ErrorKind};
+    // "To pass '-x' as a value, use '-- -x'": a name that begins with a hyphen is rare.
+    error.remove(ContextKind::Suggested);
+    let printed = match foreign_words::advice(&error, arguments) {
+        Some(advice) => {
+            Ui::new(&GlobalArgs::default()).error(&advice);
+            Ok(())
+        }
+        None => error.print(),
+    };
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match printed {
             Ok(()) => exit::DONE,
             Err(error) => CommandError::standard_output(&error).exit(),
         },
-        _ if is_fsck(std::env::args_os().skip(1)) => exit::FSCK_USAGE,
+        // It has other exit statuses.
+        _ if foreign_words::is_command(arguments, &["fsck", "check"]) => exit::FSCK_USAGE,
         _ => exit::USAGE,
     }
-}
-
-/// Whether the command line is of `bcow fsck`, which has other exit statuses.
-fn is_fsck<S: AsRef<OsStr>>(args: impl Iterator<Item = S>) -> bool {
-    let mut value_follows = false;
-    for arg in args {
-        match arg.as_ref() {
-            _ if value_follows => value_follows = false,
-            arg if arg == "--color" => value_follows = true,
-            arg if arg.as_encoded_bytes().starts_with(b"-") => {}
-            arg => return arg == "fsck",
-        }
-    }
-    false
 }
 
 #[cfg(test)]
@@ -230,15 +230,5 @@ mod tests {
     #[test]
     fn the_command_line_is_well_formed() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn fsck_is_recognised_behind_global_options() {
-        assert!(is_fsck(
-            ["-q", "--color", "never", "fsck", "--bogus"].into_iter()
-        ));
-        assert!(is_fsck(["fsck"].into_iter()));
-        assert!(!is_fsck(["ls", "fsck"].into_iter()));
-        assert!(!is_fsck(["--color", "fsck", "ls"].into_iter()));
     }
 }

@@ -49,6 +49,9 @@ pub struct Args {
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     #[arg(value_parser = NameParser(new_file("create")))]
     new: Name,
+    /// Size of the disk, as with --size
+    #[arg(value_name = "SIZE", value_parser = size::parse, conflicts_with = "size")]
+    bytes: Option<u64>,
     /// Backing image for unwritten blocks: a BCoW file, oci:DIR[:REF], or an image on another
     /// machine, such as docker://HOST/REPO[:TAG] or https://HOST/PATH
     #[arg(short, long, value_name = "BACKING", value_hint = clap::ValueHint::FilePath)]
@@ -102,6 +105,7 @@ fn block_size(text: &str) -> Result<u32, String> {
 
 /// Creates the disk.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let asked = args.size.or(args.bytes);
     let path = new_path(&args.new)?;
     let new = NewFile::create_new(path)?;
     let options = OpenOptions::default();
@@ -109,13 +113,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let backing = args.backing.as_ref().map(open).transpose()?;
     let view = match (&args.backing, &backing, args.fs) {
         (Some(name), Some((_, image)), Some(FileSystem::Ext4)) => {
-            let bytes = disk_size(args.size.unwrap_or(bcow_view::DEFAULT_BYTES))?;
+            let bytes = disk_size(asked.unwrap_or(bcow_view::DEFAULT_BYTES))?;
             let view = UserViews::new(&options).view(image, bytes);
             Some(view.map_err(|error| cannot_view(name.shown(), &error))?)
         }
         _ => None,
     };
-    let size = match (args.size, &view, &backing) {
+    let size = match (asked, &view, &backing) {
         (Some(size), ..) => disk_size(size)?,
         (None, Some(view), _) => view.bytes(),
         (None, None, Some((entry, _))) => entry.size,
