@@ -28,7 +28,7 @@ const MAX_ENTRIES: u64 = 1 << 31;
 ///     docker-archive:FILE[:REF] the output of `docker save` or `podman save`
 ///     tar:FILE                  a root file system or a layer; tar:- is standard input
 ///     dir:PATH                  a root file system in a directory
-///     FILE.tar[.gz|.zst]        the same as tar:FILE
+///     FILE, -                   an archive, of the form that its content shows; - is standard input
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
 ///     FILE, bcow:FILE           a BCoW image or disk; a stack of layers is oci:DIR[:REF]
 ///     https://HOST/PATH         a BCoW image on a web server
@@ -73,7 +73,7 @@ const MAX_ENTRIES: u64 = 1 << 31;
 #[command(after_long_help = format!("What converts to what:\n{}", bcow_images::table()))]
 pub struct Args {
     /// What to convert: an image (oci:, oci-archive:, docker-archive:, docker://...), tar:FILE,
-    /// dir:PATH, raw:FILE, qcow2:FILE, or a BCoW file
+    /// dir:PATH, raw:FILE, qcow2:FILE, a BCoW file, or an archive (- is standard input)
     #[arg(value_name = "SRC", value_parser = NameParser(CONVERT_FROM))]
     source: Name,
     /// What to write: FILE, oci:, oci-archive:, docker:, s3:, raw:, qcow2: or containerd-cache:

@@ -41,6 +41,11 @@ const QEMU_IMG: &[&str] = &[
 
 const CONTAINERS: &[&str] = &[
     "pull debian:12 -> `bcow convert docker://NAME IMAGE.bcow`",
+    "convert debian:12 x.bcow -> `bcow convert docker://debian:12 ",
+    "convert alpine x.bcow -> `bcow convert docker://alpine ",
+    "mount quay.io/x/app mnt -> `bcow convert docker://quay.io/x/app ",
+    "convert containers-storage:a x.bcow -> `skopeo copy containers-storage:a ",
+    "convert docker-daemon:a:1 x.bcow -> `skopeo copy docker-daemon:a:1 ",
     "push image.bcow host.x/y -> `bcow copy IMG docker://HOST",
     "images -> `bcow cache list`",
     "image ls -> `bcow ps` lists mounts",
@@ -73,6 +78,7 @@ const FILES: &[&str] = &[
     "mount -o lowerdir=a,upperdir=b image.bcow mnt -> --upper UPPER",
     "mount -r image.bcow mnt -> `-o ro`",
     "mount -a -> `mount -a -t bcow`",
+    "mount sample.tar mnt -> `bcow convert sample.tar IMAGE.bcow`",
     "unmount mnt -> mnt",
     "umount -l mnt -> mnt",
     "umount -f mnt -> `bcow umount --lazy DIR`",
