@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use bcow::format::BlockShift;
+use bcow::format::{BlockShift, Use};
 use bcow::{BlockDevice, CreateOptions, Disk, Layout, OpenOptions};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser, new_file, new_path};
 use bcow_images::backing::backing;
+use bcow_images::disks::new_file_system_hint;
 
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
@@ -111,6 +112,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let options = OpenOptions::default();
     let open = |name| backing(name, args.by_digest, path, &args.stores, &options);
     let backing = args.backing.as_ref().map(open).transpose()?;
+    let is_image = backing
+        .as_ref()
+        .is_some_and(|(_, image)| image.header().purpose == Use::Image);
     let view = match (&args.backing, &backing, args.fs) {
         (Some(name), Some((_, image)), Some(FileSystem::Ext4)) => {
             let bytes = disk_size(asked.unwrap_or(bcow_view::DEFAULT_BYTES))?;
@@ -154,5 +158,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Human(size),
         plural(size, "byte")
     ));
+    match (&args.backing, args.fs) {
+        (None, _) => ui.hint(new_file_system_hint(path)),
+        (Some(image), None) if is_image => ui.hint(format_args!(
+            "{image} is a read-only file system, and so is a mount of the disk; `bcow create -b \
+             {image} --fs ext4 NEW.bcow` makes a disk that is mounted writable"
+        )),
+        _ => {}
+    }
     Ok(())
 }

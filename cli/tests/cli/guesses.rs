@@ -5,12 +5,14 @@ use crate::support::{Sandbox, words};
 /// Command lines. Those before `=>` succeed, those before `->` fail; a part of the output follows.
 const QEMU_IMG: &[&str] = &[
     "create new.bcow 10G => writable disk of 10 GiB",
+    "create empty.bcow 10M => `bcow attach empty.bcow /dev/nbd0 && mkfs.ext4",
+    "ls empty.bcow -> `bcow attach empty.bcow /dev/nbd0 && mkfs.ext4",
     "create -s 1.5G half.bcow => writable disk of 1.50 GiB",
     "create -f bcow one.bcow 1M => writable disk of 1 MiB",
     "create -f qcow2 x 1M -> the format of the file is BCoW",
     "create -b image.bcow -F qcow2 x -> a backing is a BCoW",
     "create -o cluster_size=64k x 1M -> `--block-size`",
-    "create -b image.bcow over.bcow => over image.bcow",
+    "create -b image.bcow over.bcow => `bcow create -b image.bcow --fs ext4 NEW.bcow`",
     "rebase -u -b image.bcow over.bcow => over image.bcow",
     "resize new.bcow +1G => disk of 11 GiB",
     "resize -f raw new.bcow 1G -> the format of the file is",
