@@ -1,10 +1,12 @@
 //! `bcow`: creates, mounts, inspects, checks and extracts BCoW images.
 //!
-//! The path through it: [`Cli`] is the command line, [`foreign_words`] knows the words of other
-//! programs, [`run`] selects the command, [`commands`] has one file for each, [`ui`] formats
-//! messages, progress and results, and [`error`] describes a failure.
+//! The path through it: [`Cli`] is the command line, with [`examples`] in its help, and
+//! [`foreign_words`] knows the words of other programs. [`run`] selects the command, [`commands`]
+//! has one file for each, [`ui`] formats messages, progress and results, and [`error`] describes a
+//! failure.
 
 mod commands;
+mod examples;
 mod foreign_words;
 mod sealing;
 mod ui;
@@ -19,10 +21,20 @@ use bcow_images::{
 };
 use bcow_mounts::helper::{self, Request};
 use bcow_mounts::{ask, heap, limits, named_mount};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::{CommandError, exit};
 use crate::ui::Ui;
+
+/// The exit statuses of all commands but `fsck` and `diff`.
+const EXIT_STATUS: &str = "\
+Exit status:
+  0         done
+  1         failed
+  2         the command line is invalid
+  130       interrupted by a signal
+  129, 143  ended by SIGHUP or SIGTERM without cleanup, if the work did not stop in two seconds
+  141       the reader of standard output closed it, as in `bcow ls IMG | head`";
 
 /// Block-mapped copy-on-write images for container layers
 ///
@@ -38,14 +50,8 @@ use crate::ui::Ui;
     arg_required_else_help = true,
     after_help = "\
 Exit status: 0 done, 1 failed, 2 usage; `bcow fsck` and `bcow diff`: as fsck(8) and diff(1).",
-    after_long_help = "\
-Exit status:
-  0         done
-  1         failed
-  2         the command line is invalid
-  130       interrupted by a signal
-  129, 143  ended by SIGHUP or SIGTERM without cleanup, if the work did not stop in two seconds
-  141       the reader of standard output closed it, as in `bcow ls IMG | head`
+    after_long_help = format!("\
+{EXIT_STATUS}
 `bcow fsck` and `bcow diff` have the statuses of fsck(8) and diff(1); see their help.
 
 Environment:
@@ -60,7 +66,7 @@ Environment:
   NO_COLOR           disables colour
   SOURCE_DATE_EPOCH  the time that `bcow convert` and `bcow commit` record, in seconds since 1970
 
-Results go to standard output. Messages, progress and errors go to standard error."
+Results go to standard output. Messages, progress and errors go to standard error.")
 )]
 struct Cli {
     #[command(flatten)]
@@ -120,7 +126,7 @@ fn main() -> ExitCode {
             return exit_code(error.exit());
         }
     };
-    let cli = match Cli::try_parse_from(&arguments) {
+    let cli = match parse(&arguments) {
         Ok(cli) => cli,
         Err(error) => return exit_code(no_command(error, &arguments)),
     };
@@ -137,6 +143,15 @@ fn main() -> ExitCode {
             exit_code(error.exit())
         }
     }
+}
+
+/// The command line with everything that its help shows.
+fn command() -> clap::Command {
+    examples::add("bcow", Cli::command())
+}
+
+fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
+    Cli::from_arg_matches(&command().try_get_matches_from(arguments)?)
 }
 
 /// A panic is a bug of bcow, and the state that a panicked thread leaves behind is not reliable:
@@ -223,12 +238,10 @@ fn no_command(mut error: clap::Error, arguments: &[OsString]) -> u8 {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
     fn the_command_line_is_well_formed() {
-        Cli::command().debug_assert();
+        command().debug_assert();
     }
 }
