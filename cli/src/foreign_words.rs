@@ -8,22 +8,17 @@
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use bcow_images::foreign_format::other_disk_hint;
-use bcow_images::{Name, NameUse, Takes};
+use bcow_images::{Name, Takes};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use crate::error::CommandError;
 
 /// Words that mean the same as words of bcow, or nothing here: the commands, the words, and those
 /// of bcow.
-const SAME: [(&str, &str, &str); 25] = [
+const SAME: [(&str, &str, &str); 19] = [
     ("inspect|info|map|fsck|check", "--output=json", "--json"),
     ("inspect|info|map|fsck|check", "--output json", "--json"),
-    ("inspect|info|map|fsck|check", "--output=human", ""),
-    ("inspect|info|map|fsck|check", "--output human", ""),
     ("inspect|info", "--backing-chain", ""),
-    ("create|inspect|info|map|fsck|check", "-f bcow", ""),
-    ("create|rebase", "-F bcow", ""),
     ("convert|commit|rebase", "-p", ""),
     ("convert", "-f bcow", "--from-format bcow"),
     ("convert", "-f raw", "--from-format raw"),
@@ -40,13 +35,11 @@ const SAME: [(&str, &str, &str); 25] = [
     ("ls", "-1", ""),
     ("mount", "-t bcow", ""),
     ("ps", "-a", ""),
-    ("ps", "--all", ""),
-    ("stats", "--no-stream", ""),
 ];
 
 /// Words that bcow does not have, and what to write instead. Words behind a space are those of the
 /// commands before it. The others are commands, or options of all commands.
-const OTHER: [&str; 76] = [
+const OTHER: [&str; 71] = [
     "bench: `bcow serve DISK --socket SOCK` serves a disk for `qemu-img bench`, fio and others",
     "build: `buildah` and `docker buildx` build images, which `bcow convert` takes",
     "clone: `bcow create -b IMG NEW.bcow` makes a disk over IMG, which must not change",
@@ -75,13 +68,11 @@ const OTHER: [&str; 76] = [
     "repack: `bcow commit IMG --upper UPPER oci:DIR:REF` writes the changes as a layer",
     "save: `bcow export IMG --to oci-archive:FILE` writes an ordinary image in an archive",
     "snapshot: `bcow create -b DISK NEW.bcow` makes a disk over DISK, which must not change",
-    "sync: `bcow copy SRC DST` copies an image",
     "tag: `bcow copy IMG docker://HOST/REPO:TAG` writes an image under another name",
     "logs|top: `bcow stats DIR` shows the activity and the last errors of a mount",
     "unpack|unsquashfs|untar: `bcow extract IMG DIR` extracts an image",
     "test|validate|verify: `bcow fsck --data IMG` reads and verifies every block",
-    "--creds|--src-creds|--dest-creds|--password|--username: `skopeo login HOST` stores them",
-    "--src-authfile|--dest-authfile: `--auth-file FILE` names the file with the credentials",
+    "--creds|--src-creds|--dest-creds|--src-authfile|--dest-authfile: `skopeo login`; --auth-file",
     "--tls-verify|--src-tls-verify|--dest-tls-verify: `--insecure` allows plain HTTP",
     "--image-opts|--object|--target-image-opts: name the disk: FILE.bcow, raw:FILE, qcow2:FILE",
     "cache clean|clear|delete|purge|rm: `bcow cache prune --all` empties the cache",
@@ -111,11 +102,8 @@ const OTHER: [&str; 76] = [
     "mount --read-only|-r: `-o ro`; without `--upper`, an image is mounted read-only",
     "mount --read-write|--rw|-w: `--upper UPPER` makes the mount writable",
     "mount --bind|--move|--rbind|-B|-R: mount(8) does this with the directory of any mount",
-    "pool create|new|run: `bcow pool start NAME`",
-    "pool delete|kill|rm: `bcow pool stop NAME`",
     "pool ls|ps|status: `bcow pool list`",
     "ps --filter|--format|-f: `--json` prints all, for a program such as jq",
-    "resize --preallocation: leave it out: a disk is sparse",
     "serve --connect|-c: `bcow attach DISK /dev/nbd0` makes a disk a block device of the kernel",
     "serve -k: `--socket PATH`",
     "serve --bind|--port|-b|-p: `--listen ADDR:PORT`",
@@ -131,7 +119,8 @@ fn command_at(arguments: &[OsString]) -> Option<usize> {
     let mut value_follows = false;
     let mut places = arguments.iter().enumerate().skip(1);
     let found = places.find(|(_, argument)| {
-        let is_value = std::mem::replace(&mut value_follows, *argument == "--color");
+        let has_value = *argument == "--color" || *argument == "--progress";
+        let is_value = std::mem::replace(&mut value_follows, has_value);
         !is_value && !argument.as_encoded_bytes().starts_with(b"-")
     });
     found.map(|(at, _)| at)
@@ -239,27 +228,21 @@ pub fn advice(error: &clap::Error, arguments: &[OsString]) -> Option<CommandErro
 
 /// The name of a disk with the format that `-f` or `-O` of `qemu-img convert` gives.
 pub fn in_format(name: &Name, format: Option<&str>, takes: &Takes) -> Result<Name, CommandError> {
-    let Some(format) = format.filter(|format| name.transport() != Some(*format)) else {
-        return Ok(name.clone());
-    };
-    if !["bcow", "qcow2", "raw"].contains(&format) {
-        let hint = match takes.to {
-            NameUse::Write(_) => format!(
-                "`bcow convert SRC DISK.qcow2` and `qemu-img convert -O {format} DISK.qcow2 {name}`"
-            ),
-            _ => other_disk_hint(format, name.shown()),
-        };
-        return Err(CommandError::usage(format!("{name}: unknown format {format}")).hint(hint));
+    match (format, name.transport()) {
+        (Some(format @ ("bcow" | "qcow2" | "raw")), None) => {
+            let mut text = OsString::from(format!("{format}:"));
+            text.push(name.text());
+            Ok(takes.parse(&text)?)
+        }
+        (Some(format), given) if given != Some(format) => Err(CommandError::usage(format!(
+            "{name} cannot have the format {format}"
+        ))
+        .hint(
+            "the formats are bcow, qcow2 and raw, for a name without a transport; `qemu-img \
+             convert` converts a qcow2 disk from and to other formats",
+        )),
+        _ => Ok(name.clone()),
     }
-    if name.transport().is_some() {
-        return Err(
-            CommandError::usage(format!("{name} is not in the format {format}"))
-                .hint("leave out the format: the name has it"),
-        );
-    }
-    let mut text = OsString::from(format!("{format}:"));
-    text.push(name.text());
-    Ok(takes.parse(&text)?)
 }
 
 #[cfg(test)]

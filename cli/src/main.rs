@@ -136,11 +136,13 @@ fn main() -> ExitCode {
     match run(&cli.command, &ui) {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
+            let status = error.exit();
             // `bcow ls IMG | head` is not a failure, and prints no error.
-            if error.exit() != exit::PIPE_CLOSED {
-                ui.error(&error);
+            if status != exit::PIPE_CLOSED {
+                let kept = kept(&cli.command).filter(|_| status == exit::INTERRUPTED);
+                ui.error(&error.hint_if(kept));
             }
-            exit_code(error.exit())
+            exit_code(status)
         }
     }
 }
@@ -165,6 +167,19 @@ fn abort_on_panic() {
             std::process::abort();
         }
     }));
+}
+
+/// What a command leaves if it is interrupted.
+fn kept(command: &Command) -> Option<&'static str> {
+    Some(match command {
+        Command::Convert(_) => "the destination is as it was; layers in a --cache are kept",
+        Command::Copy(_) => "what was copied is kept; the same command continues",
+        Command::Extract(_) => "the files that were extracted are kept; --force replaces them",
+        Command::Commit(_) | Command::Rebase(_) => "the content of the disk is as it was",
+        Command::Compact(_) | Command::Seal(_) | Command::Export(_) => "no file was changed",
+        Command::Cache(_) => "what was fetched is kept; the same command continues",
+        _ => return None,
+    })
 }
 
 /// The exit status in the numbering of the caller: mount(8) has its own.

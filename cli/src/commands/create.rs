@@ -8,6 +8,7 @@ use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser, new_file, new_path};
 use bcow_images::backing::backing;
 use bcow_images::disks::new_file_system_hint;
+use serde_json::json;
 
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
@@ -76,6 +77,9 @@ pub struct Args {
     /// layout chooses]
     #[arg(long, value_name = "SIZE", value_parser = block_size)]
     block_size: Option<u32>,
+    /// Print a summary as JSON (schema bcow.create/1)
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     stores: StoreArgs,
 }
@@ -151,6 +155,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let backing_name = disk.backing().map(|entry| entry.name.to_string());
     disk.close().context(cannot)?;
     new.complete()?;
+    if args.json {
+        let file_system = args.fs.map(|FileSystem::Ext4| "ext4");
+        let report = json!({ "size": size, "backing": backing_name, "file_system": file_system });
+        return ui.print_report("bcow.create/1", args.new.display(), &report);
+    }
     let over = backing_name.map_or(String::new(), |name| format!(" over {name}"));
     ui.status(format_args!(
         "{}: writable disk of {} ({}){over}",
