@@ -4,7 +4,7 @@ use bcow_oci::{ConvertOptions, Digest, Limits, Platform};
 use serde_json::{Value, json};
 
 use crate::support::{
-    CONFIG, INDEX, LAYER, Layout, MANIFEST, archive, convert_with, docker_source, gzip,
+    CONFIG, INDEX, LAYER, Layout, MANIFEST, archive_source, convert_with, docker_source, gzip,
     layered_with, message, oci_archive, options,
 };
 use bcow_testkit::tar::Tar;
@@ -436,19 +436,7 @@ fn docker_archives_are_understood() {
 
 #[test]
 fn an_archive_is_what_its_content_says() {
-    let oci = Tar::new().dir(".").file("blobs/sha256/x", "");
-    let empty = [layer("x")];
-    let image = Layout::of(&empty);
-    let add = |tar: Tar, name: &str| {
-        let bytes = std::fs::read(image.path().join(name)).unwrap();
-        tar.file(name, bytes)
-    };
-    let blobs = std::fs::read_dir(image.path().join("blobs/sha256")).unwrap();
-    let oci = blobs.fold(oci, |tar, blob| {
-        let name = blob.unwrap().file_name().into_string().unwrap();
-        add(tar, &format!("blobs/sha256/{name}"))
-    });
-    let oci = add(add(oci, "index.json"), "oci-layout").done();
+    let oci = archive(&Layout::of(&[layer("x")]), "./");
     // The files of a web site, and a root file system that begins with the name of a blob.
     let site = Tar::new().file("manifest.json", "{}").file("a", "");
     let root = Tar::new().file("blobs/a", "");
@@ -465,7 +453,7 @@ fn an_archive_is_what_its_content_says() {
             let file = dir.path().join(name);
             let _ = std::fs::remove_file(&file);
             std::fs::write(&file, &bytes).unwrap();
-            let converted = convert_with(&archive(&file), &options()).unwrap();
+            let converted = convert_with(&archive_source(&file), &options()).unwrap();
             let report = &converted.report;
             assert_eq!((report.entries, report.layers.len()), (entries, layers));
             // The same through a pipe, which has to be stored.
@@ -474,7 +462,7 @@ fn an_archive_is_what_its_content_says() {
             assert!(made.is_ok_and(|status| status.success()));
             let to = file.clone();
             let writer = std::thread::spawn(move || std::fs::write(to, bytes).unwrap());
-            let piped = convert_with(&archive(&file), &options()).unwrap();
+            let piped = convert_with(&archive_source(&file), &options()).unwrap();
             writer.join().unwrap();
             assert!(piped.bytes() == converted.bytes());
         }

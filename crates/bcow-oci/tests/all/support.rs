@@ -29,7 +29,7 @@ pub fn oci_archive(file: &Path, reference: Option<&str>) -> Source {
 }
 
 /// The image in an archive of `docker save`.
-pub fn archive(file: &Path) -> Source {
+pub fn archive_source(file: &Path) -> Source {
     Source::Archive(TarInput::File(file.to_owned()))
 }
 
