@@ -146,19 +146,21 @@ pub fn translate(mut arguments: Vec<OsString>) -> Vec<OsString> {
     for (_, theirs, ours) in SAME.iter().filter(|(of, ..)| has(of, &command)) {
         replace(&mut arguments, behind, theirs, ours);
     }
-    for argument in &mut arguments[behind..] {
-        let text = argument.to_string_lossy();
-        let is_group = text.starts_with('-') && !text.starts_with("--") && text.len() > 2;
-        match &*command {
-            // As in `ls -lh`, which does not ask for help.
-            "ls" if is_group && text.contains('h') => *argument = "--human-readable".into(),
-            "mount" if text.contains("lowerdir=") => *argument = "--lowerdir".into(),
-            _ => {}
-        }
-    }
+    // As in `ls -lh`, which does not ask for help.
+    let asks_for_units = |argument: &OsString| {
+        let letters = argument.to_str().and_then(|text| text.strip_prefix('-'));
+        letters.is_some_and(|text| text.len() > 1 && !text.starts_with('-') && text.contains('h'))
+    };
+    let has_layers = |argument: &OsString| argument.to_string_lossy().contains("lowerdir=");
     match (&*command, &arguments[behind..]) {
         // mount(8) lists the mounts.
         ("mount", []) => arguments[at] = "ps".into(),
+        ("mount", words) if words.iter().any(has_layers) => {
+            arguments.insert(behind, "--lowerdir".into());
+        }
+        ("ls", words) if words.iter().any(asks_for_units) => {
+            arguments.insert(behind, "--human-readable".into());
+        }
         // The verb says that the image is in a registry, so its name needs no transport.
         ("pull", [image, _, ..]) if !image.as_encoded_bytes().starts_with(b"-") => {
             if !is_in_registry(image) {
@@ -281,7 +283,11 @@ mod tests {
                 "copy x.bcow docker://host.x/y",
             ),
             ("push x.bcow host.x/y", "push x.bcow host.x/y"),
-            ("ls -lh x", "ls --human-readable x"),
+            ("ls -lh x", "ls --human-readable -lh x"),
+            (
+                "mount -o lowerdir=a,upperdir=b x y",
+                "mount --lowerdir -o lowerdir=a,upperdir=b x y",
+            ),
             ("ls -h", "ls -h"),
         ] {
             assert_eq!(translate(command_line(theirs)), command_line(ours));

@@ -304,3 +304,30 @@ fn commands_that_write_report_in_json() {
         assert!(output.stdout.is_empty(), "{line}");
     }
 }
+
+#[test]
+fn progress_is_shown_in_lines_where_they_are_asked_for() {
+    let sandbox = Sandbox::with_image();
+    let shown = |form: &str| {
+        let args = ["convert", "--progress", form, "sample.tar", "new.bcow"];
+        String::from_utf8(sandbox.run(&args).stderr).unwrap()
+    };
+    assert!(
+        shown("plain")
+            .lines()
+            .any(|line| line.starts_with("verify: "))
+    );
+    let json = shown("json");
+    assert!(json.lines().count() > 1, "{json}");
+    for line in json.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!(line["schema"], "bcow.progress/1");
+        assert!(
+            line["phase"].is_string() && line["bytes"].is_u64(),
+            "{line}"
+        );
+    }
+    for form in ["auto", "none"] {
+        assert_eq!(shown(form), "", "{form}");
+    }
+}
