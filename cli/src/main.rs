@@ -1,14 +1,17 @@
 //! `bcow`: creates, mounts, inspects, checks and extracts BCoW images.
 //!
-//! The path through it: [`Cli`] is the command line, [`run`] selects the command, [`commands`] has
-//! one file for each, [`ui`] formats messages, progress and results, and [`error`] describes a
+//! The path through it: [`Cli`] is the command line, with [`examples`] in its help, and
+//! [`foreign_words`] knows the words of other programs. [`run`] selects the command, [`commands`]
+//! has one file for each, [`ui`] formats messages, progress and results, and [`error`] describes a
 //! failure.
 
 mod commands;
+mod examples;
+mod foreign_words;
 mod sealing;
 mod ui;
 
-use std::ffi::OsStr;
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use bcow_images::global::GlobalArgs;
@@ -18,10 +21,20 @@ use bcow_images::{
 };
 use bcow_mounts::helper::{self, Request};
 use bcow_mounts::{ask, heap, limits, named_mount};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::{CommandError, exit};
 use crate::ui::Ui;
+
+/// The exit statuses of all commands but `fsck` and `diff`.
+const EXIT_STATUS: &str = "\
+Exit status:
+  0         done
+  1         failed
+  2         the command line is invalid
+  130       interrupted by a signal
+  129, 143  ended by SIGHUP or SIGTERM without cleanup, if the work did not stop in two seconds
+  141       the reader of standard output closed it, as in `bcow ls IMG | head`";
 
 /// Block-mapped copy-on-write images for container layers
 ///
@@ -37,14 +50,8 @@ use crate::ui::Ui;
     arg_required_else_help = true,
     after_help = "\
 Exit status: 0 done, 1 failed, 2 usage; `bcow fsck` and `bcow diff`: as fsck(8) and diff(1).",
-    after_long_help = "\
-Exit status:
-  0         done
-  1         failed
-  2         the command line is invalid
-  130       interrupted by a signal
-  129, 143  ended by SIGHUP or SIGTERM without cleanup, if the work did not stop in two seconds
-  141       the reader of standard output closed it, as in `bcow ls IMG | head`
+    after_long_help = format!("\
+{EXIT_STATUS}
 `bcow fsck` and `bcow diff` have the statuses of fsck(8) and diff(1); see their help.
 
 Environment:
@@ -59,7 +66,7 @@ Environment:
   NO_COLOR           disables colour
   SOURCE_DATE_EPOCH  the time that `bcow convert` and `bcow commit` record, in seconds since 1970
 
-Results go to standard output. Messages, progress and errors go to standard error."
+Results go to standard output. Messages, progress and errors go to standard error.")
 )]
 struct Cli {
     #[command(flatten)]
@@ -78,8 +85,10 @@ enum Command {
     Commit(commands::commit::Args),
     Compact(commands::compact::Args),
     Seal(commands::seal::Args),
+    #[command(alias = "info")]
     Inspect(commands::inspect::Args),
     Map(commands::map::Args),
+    #[command(alias = "check")]
     Fsck(commands::fsck::Args),
     Ls(commands::ls::Args),
     Cat(commands::cat::Args),
@@ -87,6 +96,7 @@ enum Command {
     Export(commands::export::Args),
     Diff(commands::diff::Args),
     Mount(commands::mount::Args),
+    #[command(alias = "unmount")]
     Umount(commands::umount::Args),
     Cache(commands::cache::Args),
     Stats(commands::stats::Args),
@@ -95,6 +105,7 @@ enum Command {
     Serve(commands::serve::Args),
     Attach(commands::attach::Args),
     Detach(commands::detach::Args),
+    #[command(alias = "completion")]
     Completions(commands::completions::Args),
     Man(commands::man::Args),
     Version(commands::version::Args),
@@ -105,7 +116,7 @@ enum Command {
 fn main() -> ExitCode {
     abort_on_panic();
     let arguments = match helper::command_line() {
-        Ok(Request::Run(arguments)) => arguments,
+        Ok(Request::Run(arguments)) => foreign_words::translate(arguments),
         Ok(Request::Help) => {
             print!("{}", helper::USAGE);
             return ExitCode::from(exit::DONE);
@@ -115,9 +126,9 @@ fn main() -> ExitCode {
             return exit_code(error.exit());
         }
     };
-    let cli = match Cli::try_parse_from(arguments) {
+    let cli = match parse(&arguments) {
         Ok(cli) => cli,
-        Err(error) => return exit_code(no_command(&error)),
+        Err(error) => return exit_code(no_command(error, &arguments)),
     };
     let ui = Ui::new(&cli.global);
     ui.start_log();
@@ -125,13 +136,24 @@ fn main() -> ExitCode {
     match run(&cli.command, &ui) {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
+            let status = error.exit();
             // `bcow ls IMG | head` is not a failure, and prints no error.
-            if error.exit() != exit::PIPE_CLOSED {
-                ui.error(&error);
+            if status != exit::PIPE_CLOSED {
+                let kept = kept(&cli.command).filter(|_| status == exit::INTERRUPTED);
+                ui.error(&error.hint_if(kept));
             }
-            exit_code(error.exit())
+            exit_code(status)
         }
     }
+}
+
+/// The command line with everything that its help shows.
+fn command() -> clap::Command {
+    examples::add("bcow", Cli::command())
+}
+
+fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
+    Cli::from_arg_matches(&command().try_get_matches_from(arguments)?)
 }
 
 /// A panic is a bug of bcow, and the state that a panicked thread leaves behind is not reliable:
@@ -145,6 +167,19 @@ fn abort_on_panic() {
             std::process::abort();
         }
     }));
+}
+
+/// What a command leaves if it is interrupted.
+fn kept(command: &Command) -> Option<&'static str> {
+    Some(match command {
+        Command::Convert(_) => "the destination is as it was; layers in a --cache are kept",
+        Command::Copy(_) => "what was copied is kept; the same command continues",
+        Command::Extract(_) => "the files that were extracted are kept; --force replaces them",
+        Command::Commit(_) | Command::Rebase(_) => "the content of the disk is as it was",
+        Command::Compact(_) | Command::Seal(_) | Command::Export(_) => "no file was changed",
+        Command::Cache(_) => "what was fetched is kept; the same command continues",
+        _ => return None,
+    })
 }
 
 /// The exit status in the numbering of the caller: mount(8) has its own.
@@ -194,51 +229,34 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
 }
 
 /// Prints the help, the version or the error of the command line. Returns the exit status.
-fn no_command(error: &clap::Error) -> u8 {
-    use clap::error::ErrorKind;
-    let printed = error.print();
+fn no_command(mut error: clap::Error, arguments: &[OsString]) -> u8 {
+    use clap::error::{ContextKind, ErrorKind};
+    // "To pass '-x' as a value, use '-- -x'": a name that begins with a hyphen is rare.
+    error.remove(ContextKind::Suggested);
+    let printed = match foreign_words::advice(&error, arguments) {
+        Some(advice) => {
+            Ui::new(&GlobalArgs::default()).error(&advice);
+            Ok(())
+        }
+        None => error.print(),
+    };
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match printed {
             Ok(()) => exit::DONE,
             Err(error) => CommandError::standard_output(&error).exit(),
         },
-        _ if is_fsck(std::env::args_os().skip(1)) => exit::FSCK_USAGE,
+        // It has other exit statuses.
+        _ if foreign_words::is_command(arguments, &["fsck", "check"]) => exit::FSCK_USAGE,
         _ => exit::USAGE,
     }
 }
 
-/// Whether the command line is of `bcow fsck`, which has other exit statuses.
-fn is_fsck<S: AsRef<OsStr>>(args: impl Iterator<Item = S>) -> bool {
-    let mut value_follows = false;
-    for arg in args {
-        match arg.as_ref() {
-            _ if value_follows => value_follows = false,
-            arg if arg == "--color" => value_follows = true,
-            arg if arg.as_encoded_bytes().starts_with(b"-") => {}
-            arg => return arg == "fsck",
-        }
-    }
-    false
-}
-
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
     fn the_command_line_is_well_formed() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn fsck_is_recognised_behind_global_options() {
-        assert!(is_fsck(
-            ["-q", "--color", "never", "fsck", "--bogus"].into_iter()
-        ));
-        assert!(is_fsck(["fsck"].into_iter()));
-        assert!(!is_fsck(["ls", "fsck"].into_iter()));
-        assert!(!is_fsck(["--color", "fsck", "ls"].into_iter()));
+        command().debug_assert();
     }
 }

@@ -3,14 +3,15 @@
 use std::fmt;
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bcow::CacheFigures;
 use bcow_convert::Work;
-use bcow_images::global::{ColorWhen, GlobalArgs};
+use bcow_images::global::{ColorWhen, GlobalArgs, ProgressForm};
 use bcow_oci::LeftOut;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
+use serde_json::json;
 
 use crate::error::CommandError;
 use crate::image::Messages;
@@ -24,6 +25,7 @@ pub struct Ui {
     verbose: u8,
     color: bool,
     stdout_is_terminal: bool,
+    progress: ProgressForm,
     bars: MultiProgress,
 }
 
@@ -40,7 +42,9 @@ impl Ui {
                 stderr_is_terminal && !no_color && !dumb
             }
         };
-        let bars = MultiProgress::with_draw_target(if stderr_is_terminal && !options.quiet {
+        let progress = if options.quiet { ProgressForm::None } else { options.progress };
+        let has_bar = stderr_is_terminal && progress == ProgressForm::Auto;
+        let bars = MultiProgress::with_draw_target(if has_bar {
             ProgressDrawTarget::stderr_with_hz(10)
         } else {
             ProgressDrawTarget::hidden()
@@ -50,6 +54,7 @@ impl Ui {
             verbose: options.verbose,
             color,
             stdout_is_terminal: io::stdout().is_terminal(),
+            progress,
             bars,
         }
     }
@@ -108,6 +113,28 @@ impl Ui {
         out.finish()
     }
 
+    /// Prints the result of a command that writes `name` as a JSON document.
+    pub fn print_report(
+        &self,
+        schema: &'static str,
+        name: impl fmt::Display,
+        report: &impl Serialize,
+    ) -> Result<(), CommandError> {
+        #[derive(Serialize)]
+        struct Document<'r, R> {
+            schema: &'static str,
+            name: String,
+            #[serde(flatten)]
+            report: &'r R,
+        }
+        let name = name.to_string();
+        self.print_json(&Document {
+            schema,
+            name,
+            report,
+        })
+    }
+
     /// A message for the user.
     pub fn status(&self, message: impl fmt::Display) {
         if !self.quiet {
@@ -164,6 +191,7 @@ impl Ui {
             ui: self,
             bar,
             warned: Mutex::new(0),
+            line_at: Mutex::new(Instant::now()),
         }
     }
 
@@ -354,6 +382,37 @@ pub struct Progress<'u> {
     ui: &'u Ui,
     bar: ProgressBar,
     warned: Mutex<u64>,
+    /// When the last line was printed.
+    line_at: Mutex<Instant>,
+}
+
+/// Time between two lines about the progress of a phase.
+const LINE_INTERVAL: Duration = Duration::from_secs(1);
+
+impl Progress<'_> {
+    /// Prints a line about the progress, if the user wants lines and one is due.
+    fn line(&self, is_due: bool) {
+        let form = self.ui.progress;
+        if !matches!(form, ProgressForm::Plain | ProgressForm::Json) {
+            return;
+        }
+        let mut line_at = self.line_at.lock().unwrap_or_else(|e| e.into_inner());
+        if !is_due && line_at.elapsed() < LINE_INTERVAL {
+            return;
+        }
+        *line_at = Instant::now();
+        let (phase, bytes, total) = (self.bar.message(), self.bar.position(), self.bar.length());
+        let line = match (form, total) {
+            (ProgressForm::Json, _) => {
+                let schema = "bcow.progress/1";
+                json!({ "schema": schema, "phase": phase, "bytes": bytes, "total_bytes": total })
+                    .to_string()
+            }
+            (_, Some(total)) => format!("{phase}: {} of {}", Human(bytes), Human(total)),
+            (_, None) => format!("{phase}: {}", Human(bytes)),
+        };
+        self.ui.to_stderr(format_args!("{line}\n"));
+    }
 }
 
 /// Warnings of one operation that are shown one by one; a hostile tarball could bring millions.
@@ -380,11 +439,13 @@ impl bcow_oci::Progress for Progress<'_> {
             self.bar.set_style(style(COUNTER));
         }
         self.bar.inc(bytes);
+        self.line(false);
     }
 
     /// Several phases may share one count.
     fn phase(&self, name: &str) {
         self.bar.set_message(printable(name).into_owned());
+        self.line(true);
     }
 
     fn warning(&self, message: &str) {
@@ -398,6 +459,9 @@ impl bcow_oci::Progress for Progress<'_> {
 
 impl Drop for Progress<'_> {
     fn drop(&mut self) {
+        if self.bar.position() > 0 {
+            self.line(true);
+        }
         self.bar.finish_and_clear();
         let warned = *self.warned.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(more) = warned.checked_sub(WARNINGS_SHOWN).filter(|&n| n > 0) {

@@ -52,10 +52,15 @@ class Sources(Scratch):
     def test_oci_archive_by_skopeo(self):
         self.skopeo(f"oci-archive:{self.path('oci.tar')}:small")
         self.check(f"oci-archive:{self.path('oci.tar')}:small")
+        self.check(self.path("oci.tar"))
 
     def test_docker_archive_by_skopeo(self):
         self.skopeo(f"docker-archive:{self.path('docker.tar')}:example/small:latest")
         self.check(f"docker-archive:{self.path('docker.tar')}")
+        with subprocess.Popen(["gzip", "-1c", self.path("docker.tar")],
+                              stdout=subprocess.PIPE) as packer:
+            self.check("-", stdin=packer.stdout)
+        self.assertEqual(packer.returncode, 0)
 
     def tar(self, *options):
         return subprocess.Popen(["tar", "--create", "--format=pax", "--xattrs",

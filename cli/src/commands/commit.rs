@@ -5,9 +5,11 @@ use std::path::{Path, PathBuf};
 use bcow::Keep;
 use bcow_convert::{CommitOutput, NewContent, UpperCommit, commit_disk, seal_into};
 use bcow_images::args::{COMMIT_DISK_TO, COMMIT_TO, IMAGE, NameParser};
-use bcow_images::{Name, NameForm};
+use bcow_images::{Name, NameForm, NameParts};
 use bcow_oci::export::LayerCompression;
+use serde_json::json;
 
+use super::export::no_json_beside_an_archive;
 use crate::error::CommandError;
 use crate::image::{LayerArgs, StoreArgs};
 use crate::sealing::{SealArgs, show_sealed};
@@ -72,6 +74,9 @@ pub struct Args {
     /// gzip:6]
     #[arg(long, value_name = "HOW", requires = "upper")]
     layer_compress: Option<LayerCompression>,
+    /// Print a summary as JSON (schema bcow.commit/1)
+    #[arg(long)]
+    json: bool,
     #[command(flatten, next_help_heading = "Options for NEW")]
     seal: SealArgs,
     #[command(flatten, next_help_heading = "Files")]
@@ -79,6 +84,8 @@ pub struct Args {
     #[command(flatten, next_help_heading = "Files")]
     stores: StoreArgs,
 }
+
+const SCHEMA: &str = "bcow.commit/1";
 
 /// Commits.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
@@ -96,6 +103,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         };
         let encoding = args.seal.encoding();
         let sealed = ui.work(|work| seal_into(disk, path, Keep::Own, &encoding, stores, work))?;
+        if args.json {
+            return ui.print_report(SCHEMA, path.display(), &sealed);
+        }
         show_sealed(path, &sealed, ui);
         return Ok(());
     }
@@ -104,6 +114,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .hint("without NEW, the command writes into the backing as it is"));
     }
     let committed = ui.work(|work| commit_disk(disk, stores, work))?;
+    if args.json {
+        let report = json!({ "disk": disk.to_string(), "bytes": committed.bytes });
+        return ui.print_report(SCHEMA, committed.backing.display(), &report);
+    }
     ui.status(format_args!(
         "{}: {} committed into {}",
         disk.display(),
@@ -128,6 +142,9 @@ fn commit_upper(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> 
         _ => NewContent::Layer,
     };
     refuse_options(args, new.form(), content)?;
+    if args.json && *new.parts() == NameParts::Tar(None) {
+        return Err(no_json_beside_an_archive());
+    }
     let commit = UpperCommit {
         image: &args.disk,
         upper,
@@ -142,6 +159,13 @@ fn commit_upper(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> 
     let committed = ui.work(|work| commit.run(out.stream(), work))?;
     out.finish()?;
     match committed {
+        CommitOutput::Archive(_, report) if args.json => {
+            ui.print_report(SCHEMA, new, &report)?;
+        }
+        CommitOutput::Layout(name, report) if args.json => {
+            ui.print_report(SCHEMA, name, &report)?;
+        }
+        CommitOutput::File(_, report) if args.json => ui.print_report(SCHEMA, new, &report)?,
         CommitOutput::Archive(Some(path), report) => ui.status(format_args!(
             "{}: layer of {}, {} of file content",
             path.display(),

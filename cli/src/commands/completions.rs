@@ -23,6 +23,25 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut crate::Cli::command(), "bcow", &mut script);
     let mut out = ui.output();
-    out.write_bytes(&script)?;
+    match (args.shell, std::str::from_utf8(&script)) {
+        (Shell::Bash, Ok(script)) => out.write_bytes(with_files(script).as_bytes())?,
+        _ => out.write_bytes(&script)?,
+    }
     out.finish()
+}
+
+/// The script for bash with names of files for an empty word, for which the generated script has
+/// options. An option is completed behind its hyphen.
+fn with_files(script: &str) -> String {
+    const WORDS: &str = "            COMPREPLY=( $(compgen -W \"${opts}\"";
+    let line = |line: &str| match (
+        line.split_once(" || ${COMP_CWORD} -eq "),
+        line.strip_prefix(WORDS),
+    ) {
+        (Some((condition, _)), _) => format!("{condition} ]] ; then\n"),
+        // Without the options: the names of commands, the values of an argument, or none.
+        (_, Some(end)) => format!("{WORDS} -X '-*'{end}\n"),
+        _ => format!("{line}\n"),
+    };
+    script.lines().map(line).collect()
 }

@@ -11,6 +11,7 @@ use bcow_images::args::{CONVERT_FROM, CONVERT_TO, NameParser};
 use bcow_oci::{LayerOrigin, LayoutReport, Limits, Report};
 
 use crate::error::CommandError;
+use crate::foreign_words::in_format;
 use crate::image::StoreArgs;
 use crate::size::{self, Human, plural};
 use crate::ui::{Output, Ui};
@@ -27,7 +28,7 @@ const MAX_ENTRIES: u64 = 1 << 31;
 ///     docker-archive:FILE[:REF] the output of `docker save` or `podman save`
 ///     tar:FILE                  a root file system or a layer; tar:- is standard input
 ///     dir:PATH                  a root file system in a directory
-///     FILE.tar[.gz|.zst]        the same as tar:FILE
+///     FILE, -                   an archive, of the form that its content shows; - is standard input
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
 ///     FILE, bcow:FILE           a BCoW image or disk; a stack of layers is oci:DIR[:REF]
 ///     https://HOST/PATH         a BCoW image on a web server
@@ -72,12 +73,18 @@ const MAX_ENTRIES: u64 = 1 << 31;
 #[command(after_long_help = format!("What converts to what:\n{}", bcow_images::table()))]
 pub struct Args {
     /// What to convert: an image (oci:, oci-archive:, docker-archive:, docker://...), tar:FILE,
-    /// dir:PATH, raw:FILE, qcow2:FILE, or a BCoW file
+    /// dir:PATH, raw:FILE, qcow2:FILE, a BCoW file, or an archive (- is standard input)
     #[arg(value_name = "SRC", value_parser = NameParser(CONVERT_FROM))]
     source: Name,
     /// What to write: FILE, oci:, oci-archive:, docker:, s3:, raw:, qcow2: or containerd-cache:
     #[arg(value_name = "DST", value_parser = NameParser(CONVERT_TO))]
     destination: Name,
+    /// The format of SRC, as with `qemu-img convert -f`
+    #[arg(long, value_name = "FORMAT", hide = true)]
+    from_format: Option<String>,
+    /// The format of DST, as with `qemu-img convert -O`
+    #[arg(short = 'O', value_name = "FORMAT", hide = true)]
+    to_format: Option<String>,
     /// Platform to select from a multi-platform source [default: this machine's]
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
@@ -174,9 +181,11 @@ pub struct Args {
 
 /// Converts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let source = &in_format(&args.source, args.from_format.as_deref(), &CONVERT_FROM)?;
+    let destination = &in_format(&args.destination, args.to_format.as_deref(), &CONVERT_TO)?;
     let conversion = Conversion {
-        source: &args.source,
-        destination: &args.destination,
+        source,
+        destination,
         platform: args.platform.as_deref(),
         encoding: Encoding {
             compress: args.compress,
@@ -204,7 +213,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     let converted = ui.work(|work| conversion.run(work))?;
     if let Some(left_out) = converted.report.left_out() {
-        ui.note_left_out(&args.source, left_out);
+        ui.note_left_out(source, left_out);
     }
     if args.json {
         return ui.print_json(&converted);

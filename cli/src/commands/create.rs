@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use bcow::format::BlockShift;
+use bcow::format::{BlockShift, Use};
 use bcow::{BlockDevice, CreateOptions, Disk, Layout, OpenOptions};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser, new_file, new_path};
 use bcow_images::backing::backing;
+use bcow_images::disks::new_file_system_hint;
+use serde_json::json;
 
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
@@ -49,6 +51,9 @@ pub struct Args {
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     #[arg(value_parser = NameParser(new_file("create")))]
     new: Name,
+    /// Size of the disk, as with --size
+    #[arg(value_name = "SIZE", value_parser = size::parse, conflicts_with = "size")]
+    bytes: Option<u64>,
     /// Backing image for unwritten blocks: a BCoW file, oci:DIR[:REF], or an image on another
     /// machine, such as docker://HOST/REPO[:TAG] or https://HOST/PATH
     #[arg(short, long, value_name = "BACKING", value_hint = clap::ValueHint::FilePath)]
@@ -72,6 +77,9 @@ pub struct Args {
     /// layout chooses]
     #[arg(long, value_name = "SIZE", value_parser = block_size)]
     block_size: Option<u32>,
+    /// Print a summary as JSON (schema bcow.create/1)
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     stores: StoreArgs,
 }
@@ -102,20 +110,24 @@ fn block_size(text: &str) -> Result<u32, String> {
 
 /// Creates the disk.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let asked = args.size.or(args.bytes);
     let path = new_path(&args.new)?;
     let new = NewFile::create_new(path)?;
     let options = OpenOptions::default();
     let open = |name| backing(name, args.by_digest, path, &args.stores, &options);
     let backing = args.backing.as_ref().map(open).transpose()?;
+    let is_image = backing
+        .as_ref()
+        .is_some_and(|(_, image)| image.header().purpose == Use::Image);
     let view = match (&args.backing, &backing, args.fs) {
         (Some(name), Some((_, image)), Some(FileSystem::Ext4)) => {
-            let bytes = disk_size(args.size.unwrap_or(bcow_view::DEFAULT_BYTES))?;
+            let bytes = disk_size(asked.unwrap_or(bcow_view::DEFAULT_BYTES))?;
             let view = UserViews::new(&options).view(image, bytes);
             Some(view.map_err(|error| cannot_view(name.shown(), &error))?)
         }
         _ => None,
     };
-    let size = match (args.size, &view, &backing) {
+    let size = match (asked, &view, &backing) {
         (Some(size), ..) => disk_size(size)?,
         (None, Some(view), _) => view.bytes(),
         (None, None, Some((entry, _))) => entry.size,
@@ -143,6 +155,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let backing_name = disk.backing().map(|entry| entry.name.to_string());
     disk.close().context(cannot)?;
     new.complete()?;
+    if args.json {
+        let file_system = args.fs.map(|FileSystem::Ext4| "ext4");
+        let report = json!({ "size": size, "backing": backing_name, "file_system": file_system });
+        return ui.print_report("bcow.create/1", args.new.display(), &report);
+    }
     let over = backing_name.map_or(String::new(), |name| format!(" over {name}"));
     ui.status(format_args!(
         "{}: writable disk of {} ({}){over}",
@@ -150,5 +167,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Human(size),
         plural(size, "byte")
     ));
+    match (&args.backing, args.fs) {
+        (None, _) => ui.hint(new_file_system_hint(path)),
+        (Some(image), None) if is_image => ui.hint(format_args!(
+            "{image} is a read-only file system, and so is a mount of the disk; `bcow create -b \
+             {image} --fs ext4 NEW.bcow` makes a disk that is mounted writable"
+        )),
+        _ => {}
+    }
     Ok(())
 }

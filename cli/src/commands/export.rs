@@ -8,6 +8,7 @@ use bcow_images::args::{EXPORT_TO, IMAGE, NameParser};
 use bcow_images::{Name, spellings};
 use bcow_oci::LayoutPlace;
 use bcow_oci::export::LayerCompression;
+use serde_json::json;
 
 use crate::error::CommandError;
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
@@ -59,6 +60,9 @@ pub struct Args {
     /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
+    /// Print a summary as JSON (schema bcow.export/1)
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     layers: LayerArgs,
     #[command(flatten)]
@@ -113,9 +117,19 @@ fn destination(args: &Args) -> Result<To<'_>, CommandError> {
     })
 }
 
+/// The error for `--json` with an archive on standard output.
+pub fn no_json_beside_an_archive() -> CommandError {
+    CommandError::usage("--json and the archive would both go to standard output")
+        .hint("leave out --json, or write the archive to a file")
+}
+
 /// Exports.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    const SCHEMA: &str = "bcow.export/1";
     let to = destination(args)?;
+    if args.json && args.output.as_deref().is_some_and(is_stream) {
+        return Err(no_json_beside_an_archive());
+    }
     let image = OpenImage::open(&args.image, &args.layers.layers, &args.stores)?;
     let jobs = args.jobs.map(usize::from);
     let mut out = ui.output();
@@ -124,6 +138,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             let compression = args.compress.unwrap_or_default();
             let (report, left_out) =
                 ui.work(|work| export_image(&image, &layout, compression, jobs, work))?;
+            if args.json {
+                ui.note_left_out(&image.path().display(), &left_out);
+                return ui.print_report(SCHEMA, layout.shown(), &report);
+            }
             let stored = report.layers.iter().map(|layer| layer.stored_bytes).sum();
             ui.status(format_args!(
                 "{}: {} exported, {}, manifest {}",
@@ -138,6 +156,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         To::Tar(output) => {
             let to = Output::named(output, out.stream());
             let report = ui.work(|work| export_archive(&image, to, jobs, work))?;
+            if args.json {
+                return ui.print_report(SCHEMA, output.display(), &report);
+            }
             let content = format!(
                 "{} exported, {} of file content",
                 plural(report.entries, "entry"),
@@ -148,6 +169,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         To::Bytes(part, output) => {
             let to = Output::named(output, out.stream());
             let bytes = ui.work(|work| export_bytes(&image, part, to, work))?;
+            if args.json {
+                return ui.print_report(SCHEMA, output.display(), &json!({ "bytes": bytes }));
+            }
             (output, format!("{} exported", Human(bytes)))
         }
     };

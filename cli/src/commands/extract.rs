@@ -10,6 +10,7 @@ use bcow_erofs::extract::{
 use bcow_erofs::reader::Inode;
 use bcow_oci::Progress as _;
 use rustix::fs::Mode;
+use serde_json::json;
 
 use crate::error::CommandError;
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
@@ -65,6 +66,9 @@ pub struct Args {
     /// Leave out extended attributes, ACLs and file capabilities
     #[arg(long)]
     no_xattrs: bool,
+    /// Print a summary as JSON (schema bcow.extract/1)
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     layers: LayerArgs,
     #[command(flatten)]
@@ -94,9 +98,19 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let shown = directory.display();
     let entries = plural(report.entries, "entry");
     let content = Human(report.content_bytes);
-    ui.status(format_args!(
-        "{shown}: {entries} extracted, {content} of file content"
-    ));
+    if args.json {
+        let summary = json!({
+            "entries": report.entries,
+            "content_bytes": report.content_bytes,
+            "unreadable": report.unreadable,
+            "left_out": { "devices": report.devices.count, "xattrs": report.xattrs.count },
+        });
+        ui.print_report("bcow.extract/1", directory.display(), &summary)?;
+    } else {
+        ui.status(format_args!(
+            "{shown}: {entries} extracted, {content} of file content"
+        ));
+    }
     match report.unreadable {
         0 => Ok(()),
         count => Err(CommandError::new(format!(

@@ -2,53 +2,111 @@
 
 use std::path::PathBuf;
 
-use clap::CommandFactory;
 use clap_mangen::Man;
 
 use crate::error::{CommandError, Context};
 use crate::ui::Ui;
 
-/// Print the manual page, or write all manual pages into a directory
+/// Print a manual page, or write all manual pages into a directory
 ///
-/// Without DIR, the command writes bcow(1) to standard output: `bcow man | man -l -`. With DIR, it
-/// writes one page per command into DIR: bcow.1, bcow-convert.1 and so on. It replaces existing
-/// pages.
+/// Without an argument, the command writes bcow(1) to standard output: `bcow man | man -l -`. With
+/// COMMAND, it writes the page of a command: `bcow man mount | man -l -`. With DIR, it writes one
+/// page per command into DIR: bcow.1, bcow-convert.1 and so on. It replaces existing pages. A name
+/// that can be either is a directory if there is one.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Directory for the pages; the command makes it if it is missing
+    /// A command, or a directory for all pages; a missing directory is made
+    #[arg(value_name = "COMMAND|DIR", value_hint = clap::ValueHint::DirPath)]
     dir: Option<PathBuf>,
 }
 
 /// Renders the pages from the same text as `--help`.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let mut command = crate::Cli::command();
+    let mut command = crate::command();
     command.build();
-    let Some(dir) = &args.dir else {
+    let shown = command
+        .get_subcommands()
+        .filter(|c| !c.is_hide_set() && c.get_name() != "help");
+    let below = shown.map(|c| (format!("bcow-{}", c.get_name()), c.clone()));
+    let pages: Vec<_> = std::iter::once(("bcow".to_owned(), command.clone()))
+        .chain(below)
+        .collect();
+    let named = match &args.dir {
+        None => Some(&command),
+        Some(dir) if dir.is_dir() => None,
+        Some(name) => command.find_subcommand(name),
+    };
+    let (None, Some(dir)) = (named, &args.dir) else {
         let mut out = ui.output();
-        out.write_bytes(&page(command)?)?;
+        out.write_bytes(&page(named.unwrap_or(&command), &pages)?)?;
         return out.finish();
     };
-
     std::fs::create_dir_all(dir).context(|| format!("cannot make directory {}", dir.display()))?;
-    let subcommands: Vec<_> = command
-        .get_subcommands()
-        .filter(|c| !c.is_hide_set() && c.get_name() != "help")
-        .map(|c| (format!("bcow-{}", c.get_name()), c.clone()))
-        .collect();
-    let pages = std::iter::once(("bcow".to_owned(), command)).chain(subcommands);
-    for (name, command) in pages {
+    for (name, command) in &pages {
         let file = dir.join(format!("{name}.1"));
-        std::fs::write(&file, page(command)?)
+        std::fs::write(&file, page(command, &pages)?)
             .context(|| format!("cannot write {}", file.display()))?;
     }
     ui.status(format_args!("manual pages are in {}", dir.display()));
     Ok(())
 }
 
-fn page(command: clap::Command) -> Result<Vec<u8>, CommandError> {
+/// The manual page of a command, which refers to all `pages`.
+fn page(
+    command: &clap::Command,
+    pages: &[(String, clap::Command)],
+) -> Result<Vec<u8>, CommandError> {
+    let after = command
+        .get_after_long_help()
+        .map_or(String::new(), ToString::to_string);
+    let name = command
+        .get_display_name()
+        .unwrap_or(command.get_name())
+        .to_owned();
     let mut text = Vec::new();
-    Man::new(command)
-        .render(&mut text)
-        .context(|| "cannot render the manual page")?;
+    // The crate would fill the lines of tables in this text.
+    Man::new(
+        command
+            .clone()
+            .after_long_help(None::<&str>)
+            .after_help(None::<&str>),
+    )
+    .render(&mut text)
+    .context(|| "cannot render the manual page")?;
+    text.extend(sections(&after).into_bytes());
+    if !after.contains("Exit status") {
+        text.extend(sections(crate::EXIT_STATUS).into_bytes());
+    }
+    let others = pages.iter().filter(|(other, _)| *other != name);
+    let others: Vec<_> = others.map(|(other, _)| format!("{other}(1)")).collect();
+    text.extend(format!(".SH \"SEE ALSO\"\n{}", escaped(&others.join(", "))).into_bytes());
     Ok(text)
+}
+
+/// Sections of a manual page. A paragraph whose first line ends with a colon, and whose other lines
+/// are indented, is a section, and its lines stay as they are.
+fn sections(text: &str) -> String {
+    let mut page = String::new();
+    for paragraph in text.split("\n\n").filter(|paragraph| !paragraph.is_empty()) {
+        let (first, lines) = paragraph.split_once('\n').unwrap_or((paragraph, ""));
+        if first.ends_with(':') && lines.starts_with(' ') {
+            let title = first.split([',', ':', '(']).next().unwrap_or_default();
+            let title = title.trim_end().to_uppercase();
+            page += &format!(".SH \"{title}\"\n.nf\n{}.fi\n", escaped(lines));
+        } else {
+            page += if page.is_empty() { ".SH NOTES\n" } else { ".PP\n" };
+            page += &escaped(paragraph);
+        }
+    }
+    page
+}
+
+/// Lines of text for roff. A dot or an apostrophe at the start of a line would be a request.
+fn escaped(text: &str) -> String {
+    let text = text.replace('\\', "\\e").replace('-', "\\-");
+    let lines = text.lines().map(|line| {
+        let start = if line.starts_with(['.', '\'']) { "\\&" } else { "" };
+        format!("{start}{line}\n")
+    });
+    lines.collect()
 }

@@ -61,7 +61,8 @@ Mount options (-o, separated by commas; of two opposite options the last one app
                           CONTAINER on are shown as those of the host from HOST on, and an upper
                           stores those of the image; other IDs have no counterpart (repeatable)
   fsname=NAME             source that /proc/mounts shows [default: the path of the image]
-  subtype=bcow, defaults  accepted without effect
+  loop, subtype=bcow, defaults
+                          accepted without effect
 
 With --upper, the kernel always checks owner, mode and ACL (default_permissions). `bcow umount`
 returns when all data is durable (with --sync volatile: in the file system of the upper), and fails

@@ -50,7 +50,7 @@ pub struct Args {
     by_digest: bool,
     /// Change only the recorded backing, without a comparison; the disk then shows the data of the
     /// new backing
-    #[arg(long = "unsafe")]
+    #[arg(long = "unsafe", short_alias = 'u')]
     reference_only: bool,
     #[command(flatten)]
     stores: StoreArgs,

@@ -24,7 +24,7 @@ pub struct Args {
     #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     directory: PathBuf,
     /// If files are in use, detach the mount now; the mount ends when the last open file is closed
-    #[arg(short = 'z', long)]
+    #[arg(short = 'z', short_alias = 'l', long)]
     lazy: bool,
 }
 

@@ -468,3 +468,32 @@ fn failed_link_leaves_no_directory_in_a_containerd_cache() {
     assert!(shown.ends_with("--- exit status 1\n"), "{shown}");
     assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn an_archive_without_a_transport_is_what_its_content_says() {
+    let sandbox = Sandbox::with_image();
+    sandbox.layout("layout", "x", &["sample.tar"]);
+    std::fs::create_dir(sandbox.path("scratch")).unwrap();
+    for archive in [
+        "tar -C layout -c .",
+        "tar -C layout -cz .",
+        "cat sample.tar",
+        "gzip -c sample.tar",
+    ] {
+        let script = format!(
+            "{archive} | TMPDIR=scratch \"$1\" convert --force - new.bcow
+             {archive} > 'debian:12'
+             \"$1\" convert --force 'debian:12' file.bcow
+             \"$1\" diff image.bcow new.bcow
+             \"$1\" diff image.bcow file.bcow
+             rmdir scratch && mkdir scratch"
+        );
+        let output = Command::new("sh")
+            .args(["-ec", &script, "sh", env!("CARGO_BIN_EXE_bcow")])
+            .current_dir(sandbox.path(""))
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{archive}: {text}");
+    }
+}

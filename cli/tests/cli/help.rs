@@ -232,6 +232,42 @@ fn completions_are_made_for_every_shell() {
 }
 
 #[test]
+fn bash_completes_files_and_options() {
+    let sandbox = Sandbox::new();
+    sandbox.write("complete", &sandbox.ok(&["completions", "bash"]));
+    for (word, before, expected, excluded) in [
+        ("", &["bcow"][..], "mount", "--quiet"),
+        ("", &["bcow", "mount"], "", "--upper"),
+        ("", &["bcow", "cache"], "prune", "--help"),
+        ("--up", &["bcow", "mount"], "--upper", "--lazy"),
+        ("", &["bcow", "completions"], "zsh", "--help"),
+    ] {
+        let words = [before, &[word]].concat();
+        let script = "source ./complete; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1))
+                      _bcow bcow \"${COMP_WORDS[-1]}\" \"${COMP_WORDS[-2]}\"
+                      echo \"${COMPREPLY[@]}\"";
+        let output = std::process::Command::new("bash")
+            .args(["-c", script, "bash"])
+            .args(&words)
+            .current_dir(sandbox.path(""))
+            .output()
+            .unwrap();
+        let found = String::from_utf8(output.stdout).unwrap();
+        let found: Vec<&str> = found.split_whitespace().collect();
+        assert!(!found.contains(&excluded), "{words:?}: {found:?}");
+        assert_eq!(
+            found.is_empty(),
+            expected.is_empty(),
+            "{words:?}: {found:?}"
+        );
+        assert!(
+            expected.is_empty() || found.contains(&expected),
+            "{words:?}: {found:?}"
+        );
+    }
+}
+
+#[test]
 fn manual_pages_are_made_for_every_command() {
     let sandbox = Sandbox::new();
     let page = String::from_utf8(sandbox.ok(&["man"])).unwrap();
@@ -240,5 +276,10 @@ fn manual_pages_are_made_for_every_command() {
     for name in ["bcow", "bcow-convert", "bcow-fsck", "bcow-extract"] {
         let page = String::from_utf8(sandbox.read(&format!("pages/{name}.1"))).unwrap();
         assert!(page.contains(&format!(".TH {name} 1")), "{page}");
+        for section in ["EXAMPLES", "EXIT STATUS", "SEE ALSO"] {
+            let title = format!(".SH \"{section}\"\n");
+            assert_eq!(page.matches(&title).count(), 1, "{name}: {section}");
+        }
+        assert!(page.contains("bcow\\-mount(1)"), "{page}");
     }
 }

@@ -12,6 +12,7 @@ mod errors;
 mod export;
 mod extract;
 mod forms;
+mod guesses;
 mod help;
 mod host;
 mod mount;

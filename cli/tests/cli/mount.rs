@@ -187,3 +187,16 @@ fn foreground_ends_on_signal_and_on_umount() {
     child.stderr.unwrap().read_to_string(&mut text).unwrap();
     assert_eq!(text, "image.bcow is mounted at mnt\n");
 }
+
+#[test]
+fn mount_of_a_disk_over_an_image_says_how_to_make_a_writable_one() {
+    let Some(place) = Place::new() else { return };
+    place
+        .0
+        .ok(&["create", "-q", "-b", "image.bcow", "disk.bcow"]);
+    let shown = place.0.shown(&["mount", "disk.bcow", "mnt"]);
+    let hint = "hint: the mount is read-only: the disk shows an image. `bcow create -b IMG --fs";
+    assert!(shown.contains(hint), "{shown}");
+    let shown = place.unmounted();
+    assert!(shown.ends_with("--- exit status 0\n"), "{shown}");
+}

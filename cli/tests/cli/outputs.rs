@@ -319,3 +319,75 @@ fn quiet_commands_say_nothing_but_results() {
         assert!(output.stdout.is_empty());
     }
 }
+
+#[test]
+fn commands_that_write_report_in_json() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir(sandbox.path("changes")).unwrap();
+    sandbox.write("changes/new", b"new");
+    for (line, schema, field) in [
+        ("create disk.bcow 1M", "create", "size"),
+        ("create -b disk.bcow top.bcow", "create", "backing"),
+        ("commit top.bcow", "commit", "bytes"),
+        ("commit top.bcow sealed.bcow", "commit", "file_bytes"),
+        (
+            "commit image.bcow --upper changes a.bcow",
+            "commit",
+            "content_bytes",
+        ),
+        (
+            "commit image.bcow --upper changes tar:a.tar",
+            "commit",
+            "entries",
+        ),
+        (
+            "commit image.bcow --upper changes oci:a:b",
+            "commit",
+            "manifest",
+        ),
+        ("export image.bcow --to tar -o b.tar", "export", "entries"),
+        ("export image.bcow --to raw -o b.raw", "export", "bytes"),
+        ("export image.bcow --to oci:c:d", "export", "manifest"),
+        ("extract image.bcow etc out", "extract", "unreadable"),
+    ] {
+        let report = sandbox.json(&[words(line), vec!["--json"]].concat());
+        assert_eq!(report["schema"], format!("bcow.{schema}/1"), "{line}");
+        assert!(!report["name"].as_str().unwrap().is_empty(), "{line}");
+        assert!(!report[field].is_null(), "{line}: {report}");
+    }
+    for line in [
+        "export --json image.bcow --to tar -o -",
+        "commit --json image.bcow --upper changes tar:-",
+    ] {
+        let output = sandbox.run(&words(line));
+        assert_eq!(output.status.code(), Some(2), "{line}");
+        assert!(output.stdout.is_empty(), "{line}");
+    }
+}
+
+#[test]
+fn progress_is_shown_in_lines_where_they_are_asked_for() {
+    let sandbox = Sandbox::with_image();
+    let shown = |form: &str| {
+        let args = ["convert", "--progress", form, "sample.tar", "new.bcow"];
+        String::from_utf8(sandbox.run(&args).stderr).unwrap()
+    };
+    assert!(
+        shown("plain")
+            .lines()
+            .any(|line| line.starts_with("verify: "))
+    );
+    let json = shown("json");
+    assert!(json.lines().count() > 1, "{json}");
+    for line in json.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!(line["schema"], "bcow.progress/1");
+        assert!(
+            line["phase"].is_string() && line["bytes"].is_u64(),
+            "{line}"
+        );
+    }
+    for form in ["auto", "none"] {
+        assert_eq!(shown(form), "", "{form}");
+    }
+}

@@ -27,7 +27,7 @@ use bcow_union::offline::{Changes, LOWER_START, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
 use crate::export::{Output, export_failure, export_options, layers_of_stack, to_archive};
-use crate::options::{Encoding, source_date_epoch};
+use crate::options::{Encoding, as_digest, source_date_epoch};
 use crate::work::Work;
 
 /// A commit of an upper, as the user asks for it.
@@ -101,7 +101,8 @@ impl UpperCommit<'_> {
             }
             Destination::Layout(layout) => commit.layout(changes, &layout),
             Destination::File(path) => {
-                let report = commit.file(changes, &path)?;
+                let mut report = commit.file(changes, &path)?;
+                report.merkle_root = as_digest(&report.merkle_root);
                 Ok(CommitOutput::File(path, Box::new(report)))
             }
             _ => Err(COMMIT_TO.refuse(self.new).into()),

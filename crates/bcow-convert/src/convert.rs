@@ -14,7 +14,8 @@ use bcow_images::remote::{self, InRegistry, Pinned};
 use bcow_images::replace::{self, Replacement};
 use bcow_images::size::Human;
 use bcow_images::{
-    Apparent, Content, Name, NameForm, NameParts, Target, Way, apparent, no_way, spellings, way,
+    Apparent, Content, Name, NameForm, NameParts, Target, Way, apparent, no_way, registry_hint,
+    spellings, way,
 };
 use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
@@ -270,7 +271,7 @@ impl Opened {
             Opened::Image(image) if image.image().header().purpose == Use::Image => Content::Image,
             Opened::Image(_) | Opened::ForeignDisk => Content::Disk,
             Opened::Files(source) => match **source {
-                Source::Tar(_) => Content::Archive,
+                Source::Tar(_) | Source::Archive(_) => Content::Archive,
                 Source::Directory(_) => Content::Directory,
                 _ => Content::Ordinary,
             },
@@ -378,6 +379,7 @@ fn refuse_options(asked: &Conversion<'_>, way: Way) -> Result<(), CommandError> 
 /// Fails if the file or directory of a source is missing.
 fn require_there(source: &Name) -> Result<(), CommandError> {
     let path = match source.parts() {
+        NameParts::File(path) if path == Path::new("-") => return Ok(()),
         NameParts::Layout {
             directory: path, ..
         }
@@ -400,7 +402,8 @@ fn require_there(source: &Name) -> Result<(), CommandError> {
 fn missing(source: &Name, error: &std::io::Error) -> CommandError {
     let failure = CommandError::new(format!("cannot open {source}")).caused_by(error);
     failure.hint(match source.form() {
-        NameForm::File => format!("sources are {}", spellings(CONVERT_FROM.forms)),
+        NameForm::File => registry_hint(source.shown())
+            .unwrap_or_else(|| format!("sources are {}", spellings(CONVERT_FROM.forms))),
         _ => "`bcow help convert` lists the forms of sources".to_owned(),
     })
 }
@@ -432,10 +435,6 @@ fn missing_transport(source: &Name) -> CommandError {
             }
         }
         Ok(_) => match foreign_format::detect(path) {
-            Some(ForeignFormat::Archive) => format!(
-                "tar:{text}, or for an image in an archive docker-archive:{text} or \
-                 oci-archive:{text}"
-            ),
             Some(ForeignFormat::Qcow2) => format!("qcow2:{text}"),
             Some(ForeignFormat::OtherDisk(format)) => {
                 return CommandError::usage(format!("invalid source \"{text}\": a {format} disk"))

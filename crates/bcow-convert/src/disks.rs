@@ -13,13 +13,14 @@ use bcow_images::disks::{
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::{OpenImage, StoreArgs, cannot_open_file};
 use bcow_images::new_file::NewFile;
+use serde::Serialize;
 
 use crate::options::Encoding;
 use crate::rewrite::{metadata, operation_failure, write_new};
 use crate::work::Work;
 
 /// A new sealed disk.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub struct SealedDisk {
     /// Size of the disk in bytes.
     pub size: u64,

@@ -298,8 +298,8 @@ impl MountOptions {
         }
         match bytes {
             b"overlay_lower" => self.overlay_lower = Some(OverlayXattrs::here()),
-            // These options are always in effect.
-            b"defaults" | b"subtype=bcow" => {}
+            // These options are always in effect, and no mount needs a loop device of its caller.
+            b"defaults" | b"loop" | b"subtype=bcow" => {}
             b"ro" => self.read_only = Some(true),
             b"rw" => self.read_only = Some(false),
             b"writeback" => self.write_cache = WriteCache::Back,

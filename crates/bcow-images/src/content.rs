@@ -1,11 +1,13 @@
 //! What a source of a conversion is, by its name and its first bytes.
 
 use std::fs::File;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use bcow::Storage;
-use bcow_oci::{LocalImage, Source, store};
+use bcow_oci::{LocalImage, Source, TarInput, store};
 
+use crate::foreign_format::{self, ForeignFormat};
 use crate::name::{Name, NameParts};
 
 /// What a name leads to, as far as the name and the first bytes say.
@@ -21,8 +23,9 @@ pub enum Apparent {
     NoForm,
 }
 
-/// Finds what `name` leads to. A file without a transport is a BCoW file if it begins as one; no
-/// other format is detected.
+/// Finds what `name` leads to. A file without a transport is a BCoW file or an archive if it begins
+/// as one; a pipe is an archive, which only the conversion reads. Disks in other formats are not
+/// detected: a program that writes to a raw disk could make it look like another file.
 pub fn apparent(name: &Name) -> Apparent {
     match name.parts() {
         NameParts::Raw(_) | NameParts::Qcow2(_) => Apparent::ForeignDisk,
@@ -33,6 +36,10 @@ pub fn apparent(name: &Name) -> Apparent {
         NameParts::Layout { .. } if is_in_bcow_form(name.local()) => Apparent::Bcow,
         _ => match name.source() {
             Some(source) => Apparent::Files(source.into()),
+            None if begins_as_archive(name) => {
+                let path = name.shown().to_owned();
+                Apparent::Files(Source::Archive(TarInput::File(path)).into())
+            }
             None => Apparent::NoForm,
         },
     }
@@ -40,6 +47,20 @@ pub fn apparent(name: &Name) -> Apparent {
 
 fn is_in_bcow_form(image: Option<LocalImage>) -> bool {
     image.is_some_and(|image| store::locate(&image).is_ok())
+}
+
+/// Whether a path without a transport leads to an archive, or to a pipe.
+fn begins_as_archive(name: &Name) -> bool {
+    let NameParts::File(path) = name.parts() else {
+        return false;
+    };
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() => {
+            foreign_format::detect(path) == Some(ForeignFormat::Archive)
+        }
+        Ok(metadata) => metadata.file_type().is_fifo(),
+        Err(_) => false,
+    }
 }
 
 /// Whether a file has the magic in one of its header slots (spec section 3).

@@ -74,6 +74,15 @@ pub fn is_writable_disk(name: &Name) -> bool {
     header.is_some_and(|header| header.purpose == Use::Disk && header.state == State::Writable)
 }
 
+/// The hint for a disk without a file system.
+pub fn new_file_system_hint(disk: &Path) -> String {
+    let disk = disk.display();
+    format!(
+        "as root, `bcow attach {disk} /dev/nbd0 && mkfs.ext4 /dev/nbd0 && bcow detach /dev/nbd0` \
+         makes a file system on it"
+    )
+}
+
 /// The note that this process leaves in a file that it locks: its command and its number.
 pub fn lock_note(command: &str) -> String {
     format!("bcow {command}, process {}", std::process::id())

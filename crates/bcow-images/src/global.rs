@@ -10,6 +10,19 @@ pub enum ColorWhen {
     Never,
 }
 
+/// How to show the progress of long work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum ProgressForm {
+    /// A bar, on a terminal.
+    #[default]
+    Auto,
+    /// Lines of text.
+    Plain,
+    /// Lines of JSON.
+    Json,
+    None,
+}
+
 /// The options of all commands.
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Global options")]
@@ -29,4 +42,9 @@ pub struct GlobalArgs {
         hide_possible_values = true
     )]
     pub color: ColorWhen,
+    /// Show progress on standard error as a bar, if that is a terminal (auto), as lines of text
+    /// (plain) or of JSON (json), or not (none)
+    #[arg(long, global = true, value_name = "HOW", default_value = "auto")]
+    #[arg(hide_possible_values = true, hide_short_help = true)]
+    pub progress: ProgressForm,
 }

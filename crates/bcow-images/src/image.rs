@@ -19,7 +19,7 @@ use bcow_view::{ViewError, ViewedImage};
 use serde_json::{Map, Value, json};
 
 use crate::args::{IMAGE, NameParser};
-use crate::disks::{self, Below, Problem};
+use crate::disks::{self, Below, Problem, new_file_system_hint};
 use crate::error::{CommandError, Context};
 use crate::failure::failure;
 use crate::given::{Given, OpenFiles};
@@ -611,10 +611,27 @@ impl OpenImage {
 
     /// The file system in it, read through another device with the same bytes.
     pub fn tree_on(&self, device: Arc<dyn BlockDevice>) -> Result<Tree, CommandError> {
+        let is_blank = self.image().header().purpose != Use::Image && is_blank(&*device);
         let filesystem = Filesystem::open(device)
-            .context(|| format!("cannot read the file system in {}", self.name.display()))?;
+            .context(|| format!("cannot read the file system in {}", self.name.display()))
+            .map_err(|failure| {
+                let hint = || {
+                    format!(
+                        "it begins with zeros; {}",
+                        new_file_system_hint(self.path())
+                    )
+                };
+                failure.hint_if(is_blank.then(hint))
+            })?;
         Ok(Tree::new(self.path(), filesystem))
     }
+}
+
+/// Whether a device has zeros where file systems and partition tables have their superblocks.
+fn is_blank(device: &dyn BlockDevice) -> bool {
+    const SUPERBLOCKS: u64 = 128 << 10;
+    let mut start = vec![0; device.size().min(SUPERBLOCKS) as usize];
+    device.read_at(0, &mut start).is_ok() && start.iter().all(|&byte| byte == 0)
 }
 
 impl ViewedImage for OpenImage {

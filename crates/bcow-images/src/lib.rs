@@ -69,6 +69,6 @@ pub use content::{Apparent, apparent};
 pub use form::{NameForm, spellings};
 pub use name::{Name, NameParts};
 pub use name_error::{NameError, Syntax};
-pub use takes::{NameUse, Takes};
+pub use takes::{NameUse, Takes, registry_hint};
 pub use url::Url;
 pub use ways::{Content, Target, Way, no_way, table, way};

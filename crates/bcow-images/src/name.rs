@@ -190,7 +190,7 @@ impl Name {
     }
 
     /// The source of a conversion: an ordinary image, an archive or a directory. A path that ends
-    /// as the name of an archive is one.
+    /// as the name of an archive is one, and `-` is an archive from standard input.
     pub fn source(&self) -> Option<Source> {
         Some(match self.parts.clone() {
             NameParts::Layout {
@@ -207,8 +207,9 @@ impl Name {
             NameParts::Tar(None) => Source::Tar(TarInput::Stdin),
             NameParts::Tar(Some(file)) => Source::Tar(TarInput::File(file)),
             NameParts::Directory(path) => Source::Directory(path),
+            NameParts::File(_) if self.text == "-" => Source::Archive(TarInput::Stdin),
             NameParts::File(_) | NameParts::Unknown if ends_as_archive(&self.text) => {
-                Source::Tar(TarInput::File(PathBuf::from(&self.text)))
+                Source::Archive(TarInput::File(PathBuf::from(&self.text)))
             }
             _ => return None,
         })
@@ -528,8 +529,11 @@ mod tests {
     fn a_path_that_ends_as_an_archive_is_a_source() {
         for text in ["a.tar", "./a:b.tar.gz", "x/y.tzst", "odd:name.tgz"] {
             let source = Name::parse(text.as_ref()).unwrap().source();
-            assert_eq!(source, Some(Source::Tar(TarInput::File(text.into()))));
+            let archive = Source::Archive(TarInput::File(text.into()));
+            assert_eq!(source, Some(archive));
         }
+        let source = Name::parse("-".as_ref()).unwrap().source();
+        assert_eq!(source, Some(Source::Archive(TarInput::Stdin)));
         for text in [
             "oci:a:b",
             "oci-archive:a",

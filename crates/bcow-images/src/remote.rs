@@ -61,7 +61,7 @@ pub struct RemoteArgs {
     /// The file with the credentials for registries, in the form of docker's config.json [default:
     /// what `docker login`, `podman login` or `skopeo login` have stored]
     #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = HEADING)]
-    #[arg(value_hint = clap::ValueHint::FilePath)]
+    #[arg(alias = "authfile", value_hint = clap::ValueHint::FilePath)]
     auth_file: Option<PathBuf>,
     /// Seconds to wait for a server that sends nothing [default: 30]
     #[arg(long, value_name = "SECONDS", hide_short_help = true, help_heading = HEADING)]

@@ -7,18 +7,24 @@ use bcow::format::{MAX_ADDRESS, SECTOR_BYTES};
 use crate::error::CommandError;
 
 /// Parses a size in bytes: a number with an optional unit. Units are powers of 1024, spelt `K`,
-/// `KB` or `KiB`, as in qemu-img: block sizes are powers of two.
+/// `KB` or `KiB`, as in qemu-img: block sizes are powers of two. A number with a unit may have a
+/// fraction; the part of a byte that is left is dropped.
 pub fn parse(text: &str) -> Result<u64, String> {
-    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-    let (number, unit) = text.split_at(digits);
-    let number: u64 = number.parse().map_err(|_| {
-        if number.is_empty() {
-            "a size is a number with an optional unit: 4096, 4K, 1MiB".to_owned()
-        } else {
-            "the number does not fit 64 bits".to_owned()
-        }
-    })?;
+    let rest = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
+    let (number, unit) = text.split_at(text.len() - rest.len());
+    let invalid = || "a size is a number with an optional unit: 4096, 4K, 1MiB, 1.5G".to_owned();
+    let (whole, fraction) = match number.split_once('.') {
+        Some((whole, fraction)) => (whole, format!("0.{fraction}")),
+        None => (number, "0".to_owned()),
+    };
+    let fraction: f64 = fraction.parse().map_err(|_| invalid())?;
+    let whole: u64 = match whole.parse() {
+        Ok(whole) => whole,
+        Err(_) if whole.is_empty() => return Err(invalid()),
+        Err(_) => return Err("the number does not fit 64 bits".to_owned()),
+    };
     let shift = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" if fraction > 0.0 => return Err("a byte has no fractions".to_owned()),
         "" | "b" => 0,
         "k" | "kb" | "kib" => 10,
         "m" | "mb" | "mib" => 20,
@@ -27,8 +33,10 @@ pub fn parse(text: &str) -> Result<u64, String> {
         "p" | "pb" | "pib" => 50,
         _ => return Err(format!("unknown unit {unit:?}; use K, M, G, T or P")),
     };
-    number
-        .checked_mul(1 << shift)
+    let unit_bytes = 1u64 << shift;
+    whole
+        .checked_mul(unit_bytes)
+        .and_then(|bytes| bytes.checked_add((fraction * unit_bytes as f64) as u64))
         .ok_or_else(|| "the size does not fit 64 bits".to_owned())
 }
 
@@ -118,6 +126,8 @@ mod tests {
         assert_eq!(parse("1M"), Ok(1 << 20));
         assert_eq!(parse("1GiB"), Ok(1 << 30));
         assert_eq!(parse("2T"), Ok(2 << 40));
+        assert_eq!(parse("1.5G"), Ok(3 << 29));
+        assert_eq!(parse("0.1k"), Ok(102));
     }
 
     #[test]
@@ -128,7 +138,9 @@ mod tests {
             "-1",
             "4 K",
             "4Q",
-            "1.5G",
+            "1.5",
+            "1.5.2G",
+            ".5G",
             "99999999999999999999",
             "16384P",
         ] {

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::name::Name;
+use crate::name::{Name, NameParts};
 use bcow::chain::Share;
 use bcow::format::FormatError;
 use bcow::{Error, OpenOptions};
@@ -16,6 +16,7 @@ use crate::error::{CommandError, Context};
 use crate::foreign_format::format_hint;
 use crate::given::{Given, OpenFiles};
 use crate::remote::{HEADING, RemoteArgs, RemoteImage};
+use crate::takes::registry_hint;
 
 /// Directories in which the layers of an image are looked up, in addition to the layout of the
 /// image.
@@ -132,7 +133,13 @@ pub fn refuse_what_is_no_file(name: &Name) -> Result<(), CommandError> {
         return Ok(());
     };
     let cannot_open = || format!("cannot open {name}");
-    let metadata = std::fs::metadata(path).context(cannot_open)?;
+    let metadata = std::fs::metadata(path).map_err(|error| {
+        let is_plain = matches!(name.parts(), NameParts::File(_));
+        let may_be_remote = is_plain && error.kind() == ErrorKind::NotFound;
+        CommandError::new(cannot_open())
+            .caused_by(&error)
+            .hint_if(registry_hint(path).filter(|_| may_be_remote))
+    })?;
     if metadata.is_dir() {
         let failure = CommandError::new(format!("{}: it is a directory", cannot_open()));
         let shown = path.display();

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::form::{NameForm, spellings};
 use crate::name::{Name, NameParts};
 use crate::name_error::{NameError, Syntax};
+use crate::url::Url;
 
 /// What a command does with a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +51,9 @@ impl Takes {
     pub fn check(&self, name: Name) -> Result<Name, NameError> {
         let name = match self.to {
             NameUse::Write(_) => self.by_ending(name)?,
-            NameUse::Open if !self.takes(&name) && Path::new(name.text()).exists() => {
+            NameUse::Open | NameUse::Convert
+                if !self.takes(&name) && Path::new(name.text()).exists() =>
+            {
                 Name::file(Path::new(name.text()))
             }
             _ => name,
@@ -102,7 +105,10 @@ impl Takes {
             ),
             (_, NameForm::Unknown) => (
                 invalid("unknown transport"),
-                format!("docker://{shown} is an image in a registry, and ./{shown} is a file"),
+                match registry_hint(name.shown()) {
+                    Some(hint) => format!("{hint}; ./{shown} is a file"),
+                    None => format!("write ./{shown} for a file of that name"),
+                },
             ),
             (
                 NameUse::Open,
@@ -186,6 +192,24 @@ impl Takes {
             format!("{hint}; bcow:{shown} is a BCoW file of that name"),
         )
     }
+}
+
+/// The hint for a name that leads to nothing on this machine, and that docker and podman would look
+/// for in a registry (`debian:12`, `quay.io/team/app`). bcow sends no request for such a name: a
+/// misspelt file name must not become the image of a stranger.
+pub fn registry_hint(name: &Path) -> Option<String> {
+    let text = name.to_str()?;
+    let last = text.rsplit('/').next()?;
+    // The name of a file usually has an ending; dots in a tag are something else.
+    let has_ending = last.split(':').next()?.contains('.');
+    if has_ending || text.starts_with(['.', '/']) {
+        return None;
+    }
+    Url::parse(&format!("docker://{text}")).ok()?;
+    Some(format!(
+        "docker://{text} is an image in a registry, of which `bcow convert docker://{text} \
+         IMAGE.bcow` makes a BCoW image"
+    ))
 }
 
 /// The hint for an image in a place that only skopeo reads.
@@ -411,6 +435,22 @@ mod tests {
         assert!(OPEN.parse("tar:/no/such/file".as_ref()).is_err());
         let name = OPEN.parse(path.as_os_str()).unwrap();
         assert_eq!(name.path(), Some(&*path));
+    }
+
+    #[test]
+    fn names_as_in_docker_lead_to_the_registry() {
+        let is_hinted = |name: &str| registry_hint(Path::new(name)).is_some();
+        for name in [
+            "alpine",
+            "debian:12.5",
+            "docker.io/library/debian",
+            "localhost:5000/x:1",
+        ] {
+            assert!(is_hinted(name), "{name}");
+        }
+        for name in ["a.bcow", "./alpine", "/x", "Debian", "dir/disk.img", "a b"] {
+            assert!(!is_hinted(name), "{name}");
+        }
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub struct MountArgs {
     /// Mount options, separated by commas: allow_other, default_permissions, suid, nosuid, dev,
     /// nodev, exec, noexec, noatime, relatime, nodiratime, rw, ro, sync, async, discard,
     /// nodiscard, commit=SECONDS, writeback, nowriteback, overlay_lower, uidmap=RANGE,
-    /// gidmap=RANGE, fsname=NAME, subtype=bcow, defaults
+    /// gidmap=RANGE, fsname=NAME, subtype=bcow, loop, defaults
     #[arg(short = 'o', long = "options", value_name = "OPTIONS")]
     pub(crate) options: Vec<OsString>,
     /// Size of the cache of decoded blocks

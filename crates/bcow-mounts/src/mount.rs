@@ -21,6 +21,7 @@ use bcow_fuse::options::{Access, Writing};
 use bcow_fuse::session::show_closing;
 use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::{MountError, MountOptions, MountStats};
+use bcow_images::disks::is_writable_disk;
 use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::record::Recording;
 use bcow_images::running::{self, Service};
@@ -141,6 +142,14 @@ fn make(
             settle(args, options)?;
             let opened = fuse::open(args, options.clone(), reason, host, UpperUse::New, ui)?;
             let mounted = opened.mount(args, host, ui)?;
+            let may_write = is_writable_disk(&args.image) && args.upper.path().is_none();
+            if may_write && !options.asks_for_read_only() {
+                ui.hint(
+                    "the mount is read-only: the disk shows an image. `bcow create -b IMG --fs \
+                     ext4 NEW.bcow` makes a disk that is mounted writable, and `--upper UPPER` \
+                     stores the changes in a directory",
+                );
+            }
             return Ok(Made::Served(Box::new(mounted)));
         }
     };

@@ -13,6 +13,7 @@ use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::layer::{Format, LayerInput, Reading, read_layer};
 use crate::path::components;
+use crate::recognise::{MAX_BYTES, recognise};
 use crate::repository::Repository;
 use crate::stream::{CHUNK_BYTES, ChunkSource, ChunkStream};
 use crate::tar::{EntryKind, TarReader};
@@ -93,7 +94,7 @@ impl Files {
 /// A tar archive, indexed by one pass over its headers.
 pub(crate) struct Archive {
     name: String,
-    blob: Blob,
+    pub blob: Blob,
     members: HashMap<Vec<u8>, Member>,
 }
 
@@ -105,13 +106,13 @@ pub(crate) struct Spool<'s> {
 }
 
 impl Spool<'_> {
-    /// The uncompressed bytes, in a file, because the members of a compressed archive cannot be
-    /// read in place.
-    fn uncompressed(&self, blob: Blob) -> Result<Blob, ConvertError> {
+    /// The uncompressed bytes, in a file, because the members of a compressed archive or of a pipe
+    /// cannot be read in place.
+    pub(crate) fn uncompressed(&self, blob: Blob) -> Result<Blob, ConvertError> {
         let name = blob.name.clone();
         let input = LayerInput::unverified(blob);
         let progress = self.reading.progress;
-        progress.phase("decompressing");
+        progress.phase("reading the archive");
         progress.total(input.blob.length());
         let failed = |source| {
             let action = "write the uncompressed archive to a file in";
@@ -160,6 +161,12 @@ impl Archive {
         let Some(blob) = open_regular(path)? else {
             return Err(read_error("open", &name, rustix::io::Errno::NOENT));
         };
+        Archive::of(blob, spool)
+    }
+
+    /// Finds the members of an archive.
+    pub(crate) fn of(blob: Blob, spool: &Spool<'_>) -> Result<Archive, ConvertError> {
+        let name = blob.name.clone();
         let mut start = [0; 8];
         let read = std::io::Read::read(&mut BlobReader::new(&blob, Cancel::default()), &mut start)
             .map_err(|e| read_error("read", &name, e))?;
@@ -211,6 +218,16 @@ impl Archive {
         })
     }
 
+    /// Whether it contains container images, in a form that `docker::find` reads.
+    pub(crate) fn has_image(&self) -> bool {
+        ["manifest.json", "oci-layout"].into_iter().any(|name| {
+            let content = self
+                .open(name)
+                .and_then(|blob| blob.document(MAX_BYTES, None).ok());
+            content.is_some_and(|content| recognise(name.as_bytes(), &content).is_some())
+        })
+    }
+
     fn open(&self, path: &str) -> Option<Blob> {
         let names = components(path.as_bytes()).ok()?;
         let mut key = names.join(&b'/');
@@ -226,6 +243,41 @@ impl Archive {
         }
         None
     }
+}
+
+/// Whether the first member of a tar archive has a name as in archives of images. The result is
+/// `false` for what is no archive.
+pub(crate) fn begins_as_image(blob: &Blob, reading: &Reading<'_>) -> bool {
+    let input = LayerInput::unverified(blob.clone());
+    let begins = read_layer(&input, &reading.uncounted(), |stream| {
+        let mut tar = TarReader::new(stream);
+        while let Ok(Some(entry)) = tar.next_entry() {
+            // The root directory has no name.
+            if let Some(first) = components(&entry.path).unwrap_or_default().first() {
+                return Ok(is_of_image(first));
+            }
+        }
+        Ok(false)
+    });
+    begins.is_ok_and(|(begins, _)| begins)
+}
+
+/// Whether programs that write archives of images use this name in the root of an archive: those of
+/// an OCI layout and of `docker save`, and those of blobs, `[sha256:]HEX[.json|.tar|.tar.gz]`.
+fn is_of_image(name: &[u8]) -> bool {
+    const NAMES: [&[u8]; 5] = [
+        b"blobs",
+        b"index.json",
+        b"manifest.json",
+        b"oci-layout",
+        b"repositories",
+    ];
+    let hex = name.strip_prefix(b"sha256:").unwrap_or(name);
+    let (hex, ending) = hex.split_at(hex.len().min(64));
+    let is_blob = hex.len() == 64
+        && hex.iter().all(u8::is_ascii_hexdigit)
+        && [&b""[..], b".json", b".tar", b".tar.gz"].contains(&ending);
+    is_blob || NAMES.contains(&name)
 }
 
 /// Reads headers and skips the data between them.

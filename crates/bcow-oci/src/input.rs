@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::archive::{Archive, Files, Spool};
+use crate::archive::{Archive, Files, Spool, begins_as_image};
 use crate::blob::Blob;
 use crate::cancel::Cancel;
 use crate::digest::DiffId;
@@ -58,8 +58,25 @@ impl Input {
                 &image.from_index,
                 platform,
             )?,
-            Source::Tar(TarInput::File(path)) => single_layer(Blob::open(path)?),
-            Source::Tar(TarInput::Stdin) => single_layer(Blob::stdin()?),
+            Source::Tar(input) => single_layer(tar_blob(input)?),
+            Source::Archive(input) => {
+                let mut blob = tar_blob(input)?;
+                // What is piped can be read only once, and the files that say what an archive is
+                // may be at its end.
+                if blob.length().is_none() {
+                    blob = spool.uncompressed(blob)?;
+                }
+                if options.as_files || !begins_as_image(&blob, &spool.reading) {
+                    single_layer(blob)
+                } else {
+                    let archive = Archive::of(blob, &spool)?;
+                    if archive.has_image() {
+                        docker::find(archive, None, platform)?
+                    } else {
+                        single_layer(archive.blob)
+                    }
+                }
+            }
             Source::Directory(path) => {
                 if path.is_file() {
                     return Err(ConvertError::layout(
@@ -105,12 +122,15 @@ impl Input {
 }
 
 /// The diffIDs of the layers of `source`, lowest first, without reading a layer. `None` if the
-/// source does not record them: a directory, or a tar archive.
+/// source does not record them, or can be read only once: a directory, or a tar archive.
 pub fn diff_ids(
     source: &Source,
     options: &ConvertOptions,
 ) -> Result<Option<Vec<DiffId>>, ConvertError> {
-    if matches!(source, Source::Tar(_) | Source::Directory(_)) {
+    if matches!(
+        source,
+        Source::Tar(_) | Source::Archive(_) | Source::Directory(_)
+    ) {
         return Ok(None);
     }
     let input = Input::open(source, options, &())?;
@@ -140,6 +160,13 @@ fn log_image(source: &Source, image: &Image) {
 /// The text of an optional value.
 fn or_unknown(value: Option<impl std::fmt::Display>) -> String {
     value.map_or_else(|| "unknown".to_owned(), |value| value.to_string())
+}
+
+fn tar_blob(input: &TarInput) -> Result<Blob, ConvertError> {
+    match input {
+        TarInput::File(path) => Blob::open(path),
+        TarInput::Stdin => Blob::stdin(),
+    }
 }
 
 /// A root file system in one tar archive. No digest is recorded for it, so none is computed.

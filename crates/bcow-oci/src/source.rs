@@ -32,6 +32,9 @@ pub enum Source {
     },
     /// A root file system, or one layer, in a tar archive.
     Tar(TarInput),
+    /// An archive that is what its content says: one of `docker save` or of an OCI image layout, or
+    /// else as with [`Source::Tar`].
+    Archive(TarInput),
     /// A root file system in a directory.
     Directory(PathBuf),
     /// An image in a registry, from [`crate::find_in_registry`].
@@ -41,7 +44,7 @@ pub enum Source {
 /// A tar archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TarInput {
-    /// A file.
+    /// A file, or a named pipe.
     File(PathBuf),
     /// Standard input.
     Stdin,
@@ -54,19 +57,22 @@ impl Source {
             form, source_text, ..
         } = &mut error
         {
+            use Source::{Archive, Tar};
             let other = match (self, form) {
-                (Source::Tar(TarInput::File(file)), ImageForm::DockerArchive) => {
-                    Some(Source::DockerArchive {
-                        file: file.clone(),
-                        reference: None,
-                    })
-                }
-                (Source::Tar(TarInput::File(file)), ImageForm::OciLayout) => {
-                    Some(Source::OciArchive {
-                        file: file.clone(),
-                        reference: None,
-                    })
-                }
+                (
+                    Tar(TarInput::File(file)) | Archive(TarInput::File(file)),
+                    ImageForm::DockerArchive,
+                ) => Some(Source::DockerArchive {
+                    file: file.clone(),
+                    reference: None,
+                }),
+                (
+                    Tar(TarInput::File(file)) | Archive(TarInput::File(file)),
+                    ImageForm::OciLayout,
+                ) => Some(Source::OciArchive {
+                    file: file.clone(),
+                    reference: None,
+                }),
                 (Source::Directory(directory), ImageForm::OciLayout) => Some(Source::Oci {
                     directory: directory.clone(),
                     reference: None,
@@ -95,6 +101,8 @@ impl fmt::Display for Source {
             }
             Source::Tar(TarInput::Stdin) => return f.write_str("tar:-"),
             Source::Tar(TarInput::File(file)) => ("tar", file, None),
+            Source::Archive(TarInput::Stdin) => return f.write_str("-"),
+            Source::Archive(TarInput::File(file)) => return file.display().fmt(f),
             Source::Directory(path) => ("dir", path, None),
             Source::Registry(image) => return f.write_str(&image.name()),
         };

@@ -10,6 +10,7 @@ mod tree;
 use std::io::Write;
 
 use bcow_erofs::reader::Filesystem;
+use serde::Serialize;
 
 use crate::cancel::Cancel;
 use crate::error::ConvertError;
@@ -33,7 +34,7 @@ pub enum TarForm {
 }
 
 /// The result of an export.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct TarReport {
     /// Entries of the archive.
     pub entries: u64,

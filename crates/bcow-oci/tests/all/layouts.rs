@@ -5,8 +5,8 @@ use bcow_testkit::changed;
 use serde_json::{Value, json};
 
 use crate::support::{
-    CONFIG, INDEX, LAYER, Layout, MANIFEST, convert_with, docker_source, gzip, layered_with,
-    message, oci_archive, options,
+    CONFIG, INDEX, LAYER, Layout, MANIFEST, archive_source, convert_with, docker_source, gzip,
+    layered_with, message, oci_archive, options,
 };
 use bcow_testkit::tar::Tar;
 
@@ -435,6 +435,41 @@ fn docker_archives_are_understood() {
         let hint = "hint: available: example.test/tools/box:latest, box:1";
         let expected = format!("TMP/saved.tar has no image {absent:?}\n{hint}");
         assert_eq!(message(convert(Some(absent))), expected);
+    }
+}
+
+#[test]
+fn an_archive_is_what_its_content_says() {
+    let oci = archive(&Layout::of(&[layer("x")]), "./");
+    // The files of a web site, and a root file system that begins with the name of a blob.
+    let site = Tar::new().file("manifest.json", "{}").file("a", "");
+    let root = Tar::new().file("blobs/a", "");
+    let dir = tempfile::tempdir().unwrap();
+    for (tar, entries, layers) in [
+        (docker_archive().done(), 3, 3),
+        (oci, 2, 1),
+        (site.done(), 3, 1),
+        (root.done(), 3, 1),
+        (layer("etc"), 2, 1),
+    ] {
+        let zstd = zstd::encode_all(&tar[..], 3).unwrap();
+        for (name, bytes) in [("gz", gzip(&tar)), ("zst", zstd), ("tar", tar)] {
+            let file = dir.path().join(name);
+            let _ = std::fs::remove_file(&file);
+            std::fs::write(&file, &bytes).unwrap();
+            let converted = convert_with(&archive_source(&file), &options()).unwrap();
+            let report = &converted.report;
+            assert_eq!((report.entries, report.layers.len()), (entries, layers));
+            // The same through a pipe, which has to be stored.
+            std::fs::remove_file(&file).unwrap();
+            let made = std::process::Command::new("mkfifo").arg(&file).status();
+            assert!(made.is_ok_and(|status| status.success()));
+            let to = file.clone();
+            let writer = std::thread::spawn(move || std::fs::write(to, bytes).unwrap());
+            let piped = convert_with(&archive_source(&file), &options()).unwrap();
+            writer.join().unwrap();
+            assert!(piped.bytes() == converted.bytes());
+        }
     }
 }
 

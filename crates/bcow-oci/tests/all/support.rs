@@ -29,6 +29,10 @@ pub fn oci_archive(file: &Path, reference: Option<&str>) -> Source {
 }
 
 /// The image in an archive of `docker save`.
+pub fn archive_source(file: &Path) -> Source {
+    Source::Archive(TarInput::File(file.to_owned()))
+}
+
 pub fn docker_source(file: &Path, reference: Option<&str>) -> Source {
     Source::DockerArchive {
         file: file.to_owned(),
@@ -322,7 +326,11 @@ fn same_in_layers(source: &Source, options: &ConvertOptions, flattened: &Convert
     match source {
         Source::Tar(TarInput::Stdin) => return,
         // A pipe can be read once only.
-        Source::Tar(TarInput::File(path)) if !path.is_file() => return,
+        Source::Tar(TarInput::File(path)) | Source::Archive(TarInput::File(path))
+            if !path.is_file() =>
+        {
+            return;
+        }
         _ => {}
     }
     let layered = match layered_with(source, options, |_| {}) {
