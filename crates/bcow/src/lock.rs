@@ -10,7 +10,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,9 @@ const LISTINGS: usize = 5;
 /// Length in bytes of a list that fits into a page, the smallest one of Linux, with any further
 /// lock.
 const SHORT_LIST: usize = 3 << 10;
+/// Space in bytes for the list, so that each read is for more than a page. Without it, the standard
+/// library begins with reads of 32 bytes, and a short list is not read at once either.
+const LONG_READ: usize = 64 << 10;
 
 /// A flock(2) lock of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,7 +53,9 @@ pub struct HeldLock {
 pub fn held_locks() -> BTreeSet<HeldLock> {
     let mut held = BTreeSet::new();
     for _ in 0..LISTINGS {
-        let list = std::fs::read_to_string("/proc/locks").unwrap_or_default();
+        let mut list = String::with_capacity(LONG_READ);
+        // A list that cannot be read further counts as far as it was read.
+        let _ = File::open("/proc/locks").and_then(|mut file| file.read_to_string(&mut list));
         held.extend(list.lines().filter_map(held_lock));
         if list.len() < SHORT_LIST {
             break;
@@ -204,13 +209,22 @@ mod tests {
 
     #[test]
     fn a_lock_is_listed_while_others_come_and_go() {
+        // Many, so that some of them are where a page of the list ends.
+        check_list(200, 150);
+    }
+
+    #[test]
+    fn a_lock_is_in_a_short_list_while_others_come_and_go() {
+        check_list(5, 4);
+    }
+
+    fn check_list(kept: usize, changing: usize) {
         use std::os::unix::fs::MetadataExt;
         use std::sync::atomic::{AtomicBool, Ordering};
 
         let directory = tempfile::tempdir().unwrap();
         let file = |name: String| File::create(directory.path().join(name)).unwrap();
-        // Many, so that some of them are where a page of the list ends.
-        let kept: Vec<File> = (0..200).map(|n| file(format!("kept-{n}"))).collect();
+        let kept: Vec<File> = (0..kept).map(|n| file(format!("kept-{n}"))).collect();
         let inodes: BTreeSet<String> = kept
             .iter()
             .map(|file| {
@@ -226,10 +240,12 @@ mod tests {
         let has_ended = AtomicBool::new(false);
         std::thread::scope(|scope| {
             for thread in 0..2 {
-                let files: Vec<File> = (0..150).map(|n| file(format!("{thread}-{n}"))).collect();
+                let files: Vec<File> = (0..changing)
+                    .map(|n| file(format!("{thread}-{n}")))
+                    .collect();
                 let has_ended = &has_ended;
                 scope.spawn(move || {
-                    // At least half of the locks of each round exist, so the list has pages.
+                    // At least half of the locks of each round exist.
                     let mut step = 7;
                     while !has_ended.load(Ordering::Relaxed) {
                         step = (step * 31 + 17) % 9973;
