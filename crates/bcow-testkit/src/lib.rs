@@ -42,7 +42,7 @@ pub use random::{Random, noise};
 #[cfg(feature = "shuttle")]
 pub use shuttle;
 pub use tools::{
-    has_program, lacks, lacks_mkfs, lacks_reports_of_preallocated_space, make_erofs, umount,
+    has_program, lacks, lacks_mkfs, lacks_reports_of_preallocated_space, make_erofs, run, umount,
 };
 
 /// Inside an `impl Storage`: the operations that another storage, a field, carries out.

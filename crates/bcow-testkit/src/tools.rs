@@ -45,16 +45,19 @@ pub fn lacks_reports_of_preallocated_space() -> bool {
     lacks("ext4 or xfs", [EXT4, XFS].contains(&host.f_type))
 }
 
+/// Runs a program, which must succeed. Returns its standard output.
+pub fn run(command: &mut Command) -> String {
+    let output = command.output().expect("a program");
+    assert!(output.status.success(), "{command:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
 /// Makes the EROFS image of a tree with mkfs.erofs, with extended attributes.
 pub fn make_erofs(tree: &Path, image: &Path, arguments: &[&str]) {
-    let output = Command::new("mkfs.erofs")
+    run(Command::new("mkfs.erofs")
         .args(["--quiet", "-x1"])
         .args(arguments)
-        .args([image, tree])
-        .output()
-        .expect("mkfs.erofs starts");
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "mkfs.erofs: {errors}");
+        .args([image, tree]));
 }
 
 /// Unmounts what a test has mounted at `at`.

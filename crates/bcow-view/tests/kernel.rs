@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use bcow_erofs::reader::{Filesystem, Walk};
 use bcow_ext4::Sink;
-use bcow_testkit::{Random, has_program, lacks, umount};
+use bcow_testkit::{Random, has_program, lacks, run, umount};
 use bcow_view::{BLOCK_BYTES, Options, View, lay_out};
 use rustix::fs::{Dev, FileType, Mode, mknodat, setxattr, utimensat};
 use tempfile::TempDir;
@@ -21,12 +21,6 @@ impl Sink for Host<'_> {
     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
         self.0.write_all_at(bytes, offset)
     }
-}
-
-fn run(command: &mut Command) -> String {
-    let output = command.output().expect("a program");
-    assert!(output.status.success(), "{command:?}: {output:?}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 fn without_tools() -> bool {
@@ -88,6 +82,15 @@ fn check(view: &Path) {
     run(Command::new("e2fsck").args(["-f", "-n"]).arg(view));
 }
 
+/// Requires that two mounts show the same tree.
+fn assert_same(erofs: &Mount, ext4: &Mount) {
+    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    run(Command::new("/usr/bin/python3")
+        .arg(top.join("tests/oracle/tree.py"))
+        .arg("diff")
+        .args([erofs.0.path(), ext4.0.path()]));
+}
+
 /// Makes an EROFS of a tree, and requires that the kernel shows its view as the same tree.
 fn compare(tree: &Path, options: &[&str]) -> View {
     let scratch = tempfile::tempdir().expect("a directory");
@@ -98,15 +101,10 @@ fn compare(tree: &Path, options: &[&str]) -> View {
         .arg(tree));
     let (view, raw) = raw_view(&image, scratch.path());
     check(&raw);
-    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     {
         let erofs = Mount::new("erofs", "loop,ro", &image);
         let ext4 = Mount::new("ext4", "loop,rw,noatime", &raw);
-        run(Command::new("/usr/bin/python3")
-            .arg(top.join("tests/oracle/tree.py"))
-            .arg("diff")
-            .arg(erofs.0.path())
-            .arg(ext4.0.path()));
+        assert_same(&erofs, &ext4);
         // Behind the end of a file there are zeros, also where the file grows.
         let file = ext4.0.path().join("files/1001");
         let longer = File::options().write(true).open(&file).expect("a file");
@@ -296,10 +294,5 @@ fn the_view_of_a_given_image_is_its_tree() {
     );
     let erofs = Mount::new("erofs", "loop,ro", &image);
     let ext4 = Mount::new("ext4", "loop,ro", &raw);
-    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    run(Command::new("/usr/bin/python3")
-        .arg(top.join("tests/oracle/tree.py"))
-        .arg("diff")
-        .arg(erofs.0.path())
-        .arg(ext4.0.path()));
+    assert_same(&erofs, &ext4);
 }

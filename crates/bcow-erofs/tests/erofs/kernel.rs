@@ -12,7 +12,7 @@ use std::process::Command;
 use crate::support::*;
 use bcow_erofs::debug::{DumpOptions, dump_to_string};
 use bcow_erofs::tree::*;
-use bcow_testkit::lacks;
+use bcow_testkit::{lacks, run};
 
 /// A mounted image; unmounts when dropped.
 struct Mount {
@@ -35,16 +35,9 @@ impl Mount {
 
     fn through_loop(image: &[u8]) -> Mount {
         let (dir, file, point) = Self::dir(image);
-        let out = Command::new("mount")
+        run(Command::new("mount")
             .args(["-t", "erofs", "-o", "loop,ro"])
-            .args([&file, &point])
-            .output()
-            .unwrap();
-        assert!(
-            out.status.success(),
-            "{}",
-            String::from_utf8_lossy(&out.stderr)
-        );
+            .args([&file, &point]));
         Mount { dir }
     }
 

@@ -9,6 +9,7 @@ use std::process::Command;
 use crate::support::*;
 use bcow_erofs::check::{CheckOptions, check};
 use bcow_erofs::reader::{ErofsError, FileType, Filesystem};
+use bcow_testkit::run;
 
 /// A directory with files of many sizes, links, a large directory, xattrs.
 fn source(root: &Path) {
@@ -48,16 +49,9 @@ fn source(root: &Path) {
 fn mkfs(options: &[&str], root: &Path) -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("image");
-    let out = Command::new("mkfs.erofs")
+    run(Command::new("mkfs.erofs")
         .args(options)
-        .args([&image, &root.to_path_buf()])
-        .output()
-        .unwrap();
-    assert!(
-        out.status.success(),
-        "{}",
-        String::from_utf8_lossy(&out.stderr)
-    );
+        .args([&*image, root]));
     fs::read(image).unwrap()
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use bcow_ext4::{FilesystemBytes, ReadError, Reader};
-use bcow_testkit::{has_program, lacks, umount};
+use bcow_testkit::{has_program, lacks, run, umount};
 use tempfile::NamedTempFile;
 
 use super::kernel::without_root;
@@ -34,13 +34,9 @@ fn open(path: &Path) -> Result<Reader, ReadError> {
 fn debugfs(image: &Path, commands: &str) -> String {
     let script = NamedTempFile::new().expect("a file");
     fs::write(script.path(), commands).expect("writes");
-    let output = Command::new("debugfs")
+    run(Command::new("debugfs")
         .args(["-w".as_ref(), "-f".as_ref(), script.path()])
-        .arg(image)
-        .output()
-        .expect("debugfs runs");
-    assert!(output.status.success(), "{output:?}");
-    String::from_utf8(output.stdout).expect("text")
+        .arg(image))
 }
 
 fn content(byte: u8, blocks: u64) -> NamedTempFile {
@@ -214,14 +210,10 @@ fn in_place(file: &fs::File) -> Verdict {
 
 /// The verdict of e2fsck. It does not know commits of which only a part was written.
 fn e2fsck(copy: &NamedTempFile) -> Verdict {
-    let output = Command::new("e2fsck")
-        .args(["-y", "-E", "journal_only"])
-        .arg(copy.path())
-        .output()
-        .expect("e2fsck runs");
-    assert!(output.status.success(), "{output:?}");
     // It repairs a journal that the kernel refuses.
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = run(Command::new("e2fsck")
+        .args(["-y", "-E", "journal_only"])
+        .arg(copy.path()));
     if !(text.contains("was corrupt") || text.contains("checksum error")) {
         in_place(copy.as_file())
     } else {

@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::Command;
 
-use bcow_testkit::{has_program, lacks, umount};
+use bcow_testkit::{has_program, lacks, run, umount};
 use proptest::prelude::*;
 
 use super::programs::random_tree;
@@ -40,12 +40,6 @@ impl Drop for Mount {
     fn drop(&mut self) {
         umount(self.path());
     }
-}
-
-fn run(command: &mut Command) -> String {
-    let output = command.output().expect("a program");
-    assert!(output.status.success(), "{command:?}: {output:?}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 pub fn without_root() -> bool {

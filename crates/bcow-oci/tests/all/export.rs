@@ -1,6 +1,7 @@
 //! Exported images convert to the same trees.
 
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 
 use bcow::{Image, OpenOptions};
@@ -10,7 +11,7 @@ use bcow_oci::export::{
     LayerCompression, Layers, LayoutExport, OciReport, TarForm, export_layout, export_tar,
 };
 use bcow_oci::{ConvertError, LayoutOptions, LayoutPlace, RunOptions, Source, convert_to_layout};
-use bcow_testkit::changed;
+use bcow_testkit::{changed, run};
 use proptest::prelude::*;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -126,26 +127,16 @@ impl Exported {
             self.layout.path(),
             &manifest(self.layout.path())["layers"][layer],
         );
-        let listed = std::process::Command::new("tar")
-            .arg("-tf")
-            .arg(path)
-            .output()
-            .unwrap();
-        assert!(listed.status.success());
-        let text = String::from_utf8(listed.stdout).unwrap();
+        let text = run(Command::new("tar").arg("-tf").arg(path));
         text.lines().map(str::to_owned).collect()
     }
 }
 
 /// The list of GNU tar, without the spaces that align the columns.
 fn list(archive: &Path) -> Vec<String> {
-    let listed = std::process::Command::new("tar")
+    let text = run(Command::new("tar")
         .args(["--utc", "--numeric-owner", "-tvf"])
-        .arg(archive)
-        .output()
-        .unwrap();
-    assert!(listed.status.success());
-    let text = String::from_utf8(listed.stdout).unwrap();
+        .arg(archive));
     let columns = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
     text.lines().map(columns).collect()
 }
