@@ -105,7 +105,7 @@ def metrics(path):
 
 
 def make_files(top, count, size):
-    """Directories, each with a file of so many bytes that do not compress."""
+    """Directories, each with a file of `size` bytes that do not compress."""
     for n in range(count):
         os.mkdir(os.path.join(top, f"dir-{n}"))
         write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(size))

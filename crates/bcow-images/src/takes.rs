@@ -207,8 +207,8 @@ pub fn registry_hint(name: &Path) -> Option<String> {
     }
     Url::parse(&format!("docker://{text}")).ok()?;
     Some(format!(
-        "docker://{text} is an image in a registry, of which `bcow convert docker://{text} \
-         IMAGE.bcow` makes a BCoW image"
+        "if it is an image in a registry, `bcow convert docker://{text} IMAGE.bcow` makes a BCoW \
+         image of it"
     ))
 }
 

@@ -136,8 +136,8 @@ fn has_no_directory(upper: &Path) -> io::Result<bool> {
     }
 }
 
-/// Whether the mount of a directory shows its file system from the root. The kernel lists old mounts
-/// first, and the list is read only as far as this one.
+/// Whether the mount of a directory shows its file system from the root. The kernel lists old
+/// mounts first, and the list is read only as far as this one.
 fn shows_whole_file_system(directory: &OwnedFd) -> Option<bool> {
     let mount = mount_of("self", directory.as_raw_fd())?;
     let table = BufReader::new(File::open("/proc/self/mountinfo").ok()?);
