@@ -9,7 +9,10 @@ page cache.
   (`ctr run --rm`), what the network interface receives until then, and the time of a further
   container of the same image (`ctr run --rm ... /bin/true`, the median of five);
 - many: containers of one image that run at the same time: time until all are up, CPU time of the
-  whole machine, and the memory of the processes of bcow (PSS).
+  whole machine, and the memory of the processes of bcow (PSS);
+- dense: containers of one image that import numpy and map and read 100 MB of its libraries: time
+  until all have done so, and the memory that the whole machine uses more than before, page cache
+  included.
 
 Subjects:
 
@@ -18,7 +21,8 @@ Subjects:
 - ordinary: bcow-snapshotter, which unpacks the ordinary image;
 - lazy: bcow-snapshotter with an attached image (`bcow convert --referrer`);
 - listed: the same, with the prefetch list of this program;
-- pool: bcow-snapshotter with a pool for all mounts (many only).
+- pool: bcow-snapshotter with a pool for all mounts (many and dense).
+- unshared: the same, and its mounts share no page cache (dense only).
 
 containerd's overlayfs and erofs snapshotters cannot unpack a layer that has a hard link to a file
 of a lower layer. --leave-out makes the image without such a layer, for all subjects.
@@ -48,13 +52,30 @@ PROGRAMS = {"git": ["/usr/bin/git", "--version"],
             "python": ["/usr/bin/python3", "-c", "print(1)"]}
 STARTS = ["overlayfs", "erofs", "ordinary", "lazy", "listed"]
 MANY = ["overlayfs", "erofs", "ordinary", "pool"]
+DENSE = ["overlayfs", "ordinary", "unshared", "pool"]
 # The subjects that pull the image as it is.
-WHOLE = {"overlayfs", "erofs", "ordinary", "pool"}
+WHOLE = {*MANY, *DENSE}
+# The argument is the file that says that everything is in memory.
+USER = """
+import glob, mmap, sys, time
+import numpy
+maps = []
+for path in sorted(glob.glob("/usr/lib/*-linux-gnu/*.so.*")):
+    if sum(map(len, maps)) >= 100_000_000:
+        break
+    with open(path, "rb") as file:
+        maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    sum(maps[-1][::mmap.PAGESIZE])
+assert sum(map(len, maps)) >= 100_000_000
+open(sys.argv[1], "w").close()
+time.sleep(1_000_000)
+"""
 NAMES = {"overlayfs": "overlayfs snapshotter", "erofs": "erofs snapshotter",
          "ordinary": "**bcow-snapshotter**, ordinary image",
          "lazy": "**bcow-snapshotter**, attached image",
          "listed": "**bcow-snapshotter**, attached image with a list",
-         "pool": "**bcow-snapshotter**, in a pool"}
+         "pool": "**bcow-snapshotter**, in a pool",
+         "unshared": "**bcow-snapshotter**, in a pool with `--share off`"}
 AGAIN = 5
 CONFIG = """
 [[plugins."io.containerd.transfer.v1.local".unpack_config]]
@@ -81,7 +102,8 @@ def parsed():
     parser.add_argument("--leave-out", type=int, action="append", default=[], metavar="N",
                         help="make the image without this layer, from 1; may be repeated")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--part", choices=["prepare", "starts", "many"], default="starts")
+    parser.add_argument("--part", choices=["prepare", "starts", "many", "dense"],
+                        default="starts")
     parser.add_argument("--prepared", action="store_true",
                         help="the images are in DIR, from a run with --part prepare")
     parser.add_argument("--program", choices=PROGRAMS, default="numpy")
@@ -91,7 +113,8 @@ def parsed():
                         type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--bcow", default=str(TOP / "target" / "release" / "bcow"))
     options = parser.parse_args()
-    options.subjects = options.subjects or (MANY if options.part == "many" else STARTS)
+    all_subjects = {"many": MANY, "dense": DENSE}.get(options.part, STARTS)
+    options.subjects = options.subjects or all_subjects
     options.work = options.work.absolute()
     options.work.mkdir(parents=True, exist_ok=True)
     return options
@@ -139,9 +162,11 @@ class Node(test_snapshotter.WithContainerd):
             "[proxy_plugins.bcow]")
         config = "version = 3" + base
         if self.snapshotter == "bcow":
-            in_pool = ["--pool", "p"] if self.subject == "pool" else []
+            in_pool = ["--pool", "p"] if self.subject in ("pool", "unshared") else []
             if in_pool:
                 self.start_pool()
+            if self.subject == "unshared":
+                in_pool += ["--mount-option", "share=off"]
             self.start("--insecure", *in_pool)
             config += table_of_bcow + address + EXPORTS
         differ = "erofs" if self.snapshotter == "erofs" else "walking"
@@ -286,6 +311,43 @@ def many(options, network):
                                           "PSS of bcow for each, MiB"], rows)
 
 
+def used():
+    """Bytes of memory that are not free."""
+    fields = dict(line.split(":") for line in open("/proc/meminfo"))
+    total, free = (int(fields[name].split()[0]) for name in ("MemTotal", "MemFree"))
+    return (total - free) * 1024
+
+
+def dense(options, network):
+    rows = []
+    for count in options.containers:
+        reference = None
+        for subject in options.subjects:
+            with Node.started(subject, "whole") as node:
+                node.pull()
+                ready = pathlib.Path(node.place, "ready")
+                ready.mkdir()
+                mount = f"type=bind,src={ready},dst=/mnt,options=rbind:rw"
+                drop_caches()
+                before, begun = used(), time.monotonic()
+                for number in range(count):
+                    node.run_in(number, "/usr/bin/python3", "-c", USER, f"/mnt/{number}",
+                                options=("--detach", "--mount", mount))
+                up = time.monotonic() - begun
+                while len(os.listdir(ready)) < count:
+                    time.sleep(0.01)
+                seconds, memory = time.monotonic() - begun, (used() - before) / MIB
+                reference = reference or (seconds, memory)
+                rows.append([str(count), NAMES[subject], f"{up:.2f}", f"{seconds:.2f}",
+                             f"{seconds / reference[0]:.2f}", f"{memory:.0f}",
+                             f"{memory / reference[1]:.2f}"])
+                print(" | ".join(rows[-1]), file=sys.stderr)
+    first = options.subjects[0]
+    table("### Containers that import numpy and map 100 MB",
+          ["containers", "", "until all are up, s", "until all have read, s", f"/ {first}",
+           "memory of the machine, MiB", f"/ {first}"], rows)
+
+
 def main():
     support.need("containerd", "ctr", "containerd-shim-runc-v2", "runc", "skopeo",
                  "docker-registry", "mkfs.erofs", root=True)
@@ -300,7 +362,7 @@ def main():
             if not OPTIONS.prepared:
                 prepare(OPTIONS, network)
             if OPTIONS.part != "prepare":
-                (starts if OPTIONS.part == "starts" else many)(OPTIONS, network)
+                {"starts": starts, "many": many, "dense": dense}[OPTIONS.part](OPTIONS, network)
     finally:
         Node.doClassCleanups()
 

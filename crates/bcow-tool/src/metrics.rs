@@ -262,7 +262,8 @@ mod tests {
     #[test]
     fn the_number_of_mounts_on_a_page_is_limited() {
         let directory = tempfile::tempdir().unwrap();
-        let mounts = (0..MAX_MOUNTS + 7).map(|n| (n.to_string(), directory.path().join("none")));
+        let mount = |n: usize| (n.to_string(), directory.path().join(n.to_string()));
+        let mounts = (0..MAX_MOUNTS + 7).map(mount);
         let (figures, mut page) = (MountFigures::default(), Page::default());
         figures.write(&mut page, &FAMILIES, mounts.collect());
         let text = page.text();

@@ -13,14 +13,13 @@
 //! directories around it are then on the path, and an inner upper needs a directory in it.
 
 use std::collections::{BTreeSet, HashMap};
-use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, ErrorKind};
+use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use bcow::lock::{FileLock, LockError, held_locks};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::beneath::check_regular;
@@ -118,22 +117,32 @@ fn open_directory(path: &Path) -> Option<OwnedFd> {
 
 /// Whether the directory of an upper has no directory except [`META`], which has none either. An
 /// upper that begins in it later finds its lock. An upper that does not exist has none.
-fn has_no_directory(upper: &Path) -> io::Result<bool> {
-    let directories = |path: &Path| -> io::Result<Vec<OsString>> {
-        let mut found = Vec::new();
-        for entry in std::fs::read_dir(path)? {
-            let entry = entry?;
-            if entry.file_type()?.is_dir() {
-                found.push(entry.file_name());
-            }
-        }
-        Ok(found)
+fn has_no_directory(upper: &Path) -> Result<bool, Errno> {
+    let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let upper = match rustix::fs::open(upper, flags, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(true),
+        upper => upper?,
     };
-    match directories(upper) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(true),
-        Ok(found) if found == [META] => Ok(directories(&upper.join(META))?.is_empty()),
-        found => Ok(found?.is_empty()),
+    match &directories_in(&upper)?[..] {
+        [] => Ok(true),
+        [name] if name == META.as_bytes() => {
+            let meta = work::open_directory(upper.as_fd(), META.as_bytes())?;
+            Ok(directories_in(&meta)?.is_empty())
+        }
+        _ => Ok(false),
     }
+}
+
+/// The names of the directories in a directory.
+fn directories_in(directory: &OwnedFd) -> Result<Vec<Vec<u8>>, Errno> {
+    work::set_noatime_new(directory);
+    let mut found = work::list(directory.as_fd())?;
+    let is_directory = |name: &Vec<u8>| {
+        let stat = rustix::fs::statat(directory, &name[..], AtFlags::SYMLINK_NOFOLLOW);
+        stat.map_or(true, |stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
+    };
+    found.retain(is_directory);
+    Ok(found)
 }
 
 /// Whether the mount of a directory shows its file system from the root. The kernel lists old
