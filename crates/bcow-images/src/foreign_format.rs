@@ -59,8 +59,8 @@ pub fn format_hint(path: &Path) -> Option<String> {
     Some(match detect(path)? {
         ForeignFormat::Empty => "the file is empty".to_owned(),
         ForeignFormat::Archive => format!(
-            "it looks like an archive; `bcow convert {shown} IMAGE.bcow` makes an image of it, which \
-             `bcow mount IMAGE.bcow DIR` mounts"
+            "it looks like an archive; `bcow convert {shown} IMAGE.bcow` makes an image of it, \
+             which `bcow mount IMAGE.bcow DIR` mounts"
         ),
         ForeignFormat::Qcow2 => format!(
             "it is a qcow2 image; `bcow convert qcow2:{shown} DISK.bcow` makes a disk of it"
