@@ -64,8 +64,8 @@ fn page(
         .unwrap_or(command.get_name())
         .to_owned();
     let mut text = Vec::new();
-    // The crate would fill the lines of tables in this text, and leave out the texts of options that
-    // the short help does not list.
+    // The crate would fill the lines of tables in this text, and leave out the texts of options
+    // that the short help does not list.
     let command = command
         .clone()
         .after_long_help(None::<&str>)
