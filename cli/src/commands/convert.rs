@@ -28,7 +28,7 @@ const MAX_ENTRIES: u64 = 1 << 31;
 ///     docker-archive:FILE[:REF] the output of `docker save` or `podman save`
 ///     tar:FILE                  a root file system or a layer; tar:- is standard input
 ///     dir:PATH                  a root file system in a directory
-///     FILE, -                   an archive of any of these forms; - is standard input
+///     FILE, -                   an archive in the form of its content; - is standard input
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
 ///     FILE, bcow:FILE           a BCoW image or disk; a stack of layers is oci:DIR[:REF]
 ///     https://HOST/PATH         a BCoW image on a web server

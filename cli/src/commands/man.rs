@@ -64,15 +64,15 @@ fn page(
         .unwrap_or(command.get_name())
         .to_owned();
     let mut text = Vec::new();
-    // The crate would fill the lines of tables in this text.
-    Man::new(
-        command
-            .clone()
-            .after_long_help(None::<&str>)
-            .after_help(None::<&str>),
-    )
-    .render(&mut text)
-    .context(|| "cannot render the manual page")?;
+    // The crate would fill the lines of tables in this text, and leave out the texts of options
+    // that the short help does not list.
+    let command = command
+        .clone()
+        .after_long_help(None::<&str>)
+        .after_help(None::<&str>);
+    Man::new(command.mut_args(|argument| argument.hide_short_help(false)))
+        .render(&mut text)
+        .context(|| "cannot render the manual page")?;
     text.extend(sections(&after).into_bytes());
     if !after.contains("Exit status") {
         text.extend(sections(crate::EXIT_STATUS).into_bytes());

@@ -281,5 +281,6 @@ fn manual_pages_are_made_for_every_command() {
             assert_eq!(page.matches(&title).count(), 1, "{name}: {section}");
         }
         assert!(page.contains("bcow\\-mount(1)"), "{page}");
+        assert!(page.contains("Show progress on standard error"), "{page}");
     }
 }
