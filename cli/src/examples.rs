@@ -11,7 +11,7 @@ const FIRST: [&str; 4] = [
 ];
 
 /// Examples of the commands, which each line names.
-const EXAMPLES: [&str; 46] = [
+const EXAMPLES: [&str; 51] = [
     "bcow convert docker://debian:12 debian.bcow",
     "bcow convert dir:rootfs root.bcow",
     "bcow convert qcow2:vm.qcow2 base.bcow",
@@ -26,6 +26,11 @@ const EXAMPLES: [&str; 46] = [
     "bcow commit debian.bcow --upper changes oci:store:mine",
     "bcow compact vm.bcow",
     "bcow seal --flatten -o base.bcow vm.bcow",
+    "bcow snapshot vm.bcow clean",
+    "bcow snapshot list vm.bcow",
+    "bcow snapshot rm vm.bcow clean",
+    "bcow fork vm.bcow@clean test.bcow",
+    "bcow rollback vm.bcow clean --keep failed",
     "bcow inspect debian.bcow",
     "bcow map vm.bcow",
     "bcow fsck --data debian.bcow",

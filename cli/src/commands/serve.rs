@@ -1,5 +1,6 @@
 //! `bcow serve`
 
+pub mod control;
 pub mod open;
 mod place;
 pub mod ready;

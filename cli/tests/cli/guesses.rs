@@ -31,7 +31,7 @@ const QEMU_IMG: &[&str] = &[
     "convert -O vpc image.bcow x -> `qemu-img convert` converts a qcow2",
     "convert -c -O qcow2 c x -> `--compress zlib` for qcow2",
     "convert -n disk.raw x -> leave it out",
-    "snapshot -c before new.bcow -> `bcow create -b DISK NEW",
+    "snapshot -c before new.bcow -> `bcow snapshot DISK NAME`",
     "compare a b.bcow -> `bcow diff A B`",
     "measure -O qcow2 disk.raw -> `bcow inspect IMG`",
     "bench new.bcow -> `bcow serve DISK --socket SOCK`",

@@ -1,10 +1,11 @@
-//! New files from others: conversions, copies and exports of images, commits of changes, and disks
-//! that are written anew.
+//! New files from others: conversions, copies and exports of images, commits of changes, disks that
+//! are written anew, and snapshots of disks.
 //!
 //! Each command that writes images or disks has one entry here, which gets what the user asks for
 //! and a [`Work`], and returns a report: [`Conversion::run`], [`Copying::run`], [`export_archive`],
 //! [`export_image`] and [`export_bytes`], [`UpperCommit::run`] and [`commit_disk`], [`seal_into`]
-//! and [`compact`]. A conversion opens its source, finds the way to its destination in the table of
+//! and [`compact`], [`take_snapshot`], [`fork`], [`roll_back`] and [`remove_snapshot`]. A
+//! conversion opens its source, finds the way to its destination in the table of
 //! [`bcow_images::way`], refuses options that do not apply to this way, and goes it: `recode` for
 //! images in BCoW form, `disk` for disks, `containerd_cache`, and `bcow_oci` for the others.
 //!
@@ -39,6 +40,7 @@ mod options;
 mod recode;
 mod rewrite;
 mod sending;
+mod snapshots;
 mod work;
 
 pub use commit::{CommitOutput, NewContent, UpperCommit};
@@ -51,4 +53,8 @@ pub use disks::{CompactedDisk, SealedDisk, commit_disk, compact, seal_in_place, 
 pub use export::{ExportedPart, Output, export_archive, export_bytes, export_image, is_stream};
 pub use options::{BlockSize, Compress, Encoding, parse_block_size, parse_compression};
 pub use rewrite::operation_failure;
+pub use snapshots::{
+    ForkedDisk, MAX_REQUEST_BYTES, RemovedSnapshot, SnapshotAnswer, SnapshotRequest,
+    cannot_snapshot, fork, remove_snapshot, roll_back, take_snapshot,
+};
 pub use work::Work;

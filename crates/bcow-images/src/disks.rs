@@ -20,6 +20,7 @@ use crate::error::{CommandError, Context};
 use crate::given::Given;
 use crate::remote::{self, Pinned};
 use crate::running;
+use crate::snapshots::is_snapshot;
 use crate::stores::{StoreArgs, cannot_open, cannot_open_file, refuse_what_is_no_file};
 use crate::views::UserViews;
 
@@ -37,6 +38,8 @@ pub struct OpenChain {
 /// writers as long as the disk is open, unless --force-share is given.
 pub struct WritableDisk {
     pub disk: Disk,
+    /// The number of files on the longest path down from it, without the disk.
+    pub height: u32,
     /// Its file. Dropped after the disk, which may write to the file until it is dropped.
     pub file: LockedFile,
 }
@@ -68,10 +71,14 @@ fn header_at(path: &Path) -> Option<Header> {
     header_of(&File::open(path).ok()?)
 }
 
-/// Whether `name` leads to a disk that is not sealed, according to its header.
+/// Whether `name` leads to a disk that is not sealed, according to its header, and no snapshot.
 pub fn is_writable_disk(name: &Name) -> bool {
-    let header = name.path().and_then(header_at);
+    let Some(path) = name.path() else {
+        return false;
+    };
+    let header = header_at(path);
     header.is_some_and(|header| header.purpose == Use::Disk && header.state == State::Writable)
+        && !is_snapshot(path)
 }
 
 /// The hint for a disk without a file system.
@@ -230,9 +237,23 @@ impl<'a> Below<'a> {
         file: &LockedFile,
         ledger: Option<Arc<Ledger>>,
     ) -> Result<Disk, CommandError> {
+        self.open_with_height(name, file, ledger)
+            .map(|(disk, _)| disk)
+    }
+
+    /// The same, with the number of files on the longest path down from the disk.
+    fn open_with_height(
+        &self,
+        name: &Path,
+        file: &LockedFile,
+        ledger: Option<Arc<Ledger>>,
+    ) -> Result<(Disk, u32), CommandError> {
         let opener = self.opener(file.path());
         let opened = Disk::open_with_ledger(file.storage(), &self.options, &opener, ledger);
-        opened.map_err(|error| self.cannot_open_disk(name, &error, opener.problems().first()))
+        match opened {
+            Ok(disk) => Ok((disk, opener.height())),
+            Err(error) => Err(self.cannot_open_disk(name, &error, opener.problems().first())),
+        }
     }
 
     /// The error for a disk that does not open. If a backing is missing, the cause is `problem`,
@@ -398,8 +419,8 @@ pub fn open_writable(
 ) -> Result<WritableDisk, CommandError> {
     let below = Below::new(stores, options)?;
     let file = lock_disk(name, command)?;
-    let disk = below.open_disk(name.shown(), &file, None)?;
-    Ok(WritableDisk { disk, file })
+    let (disk, height) = below.open_with_height(name.shown(), &file, None)?;
+    Ok(WritableDisk { disk, height, file })
 }
 
 /// A writable disk opened for reading, and its locked file.
@@ -449,6 +470,9 @@ pub fn cannot_lock(name: &Path, path: &Path, error: &LockFileError) -> CommandEr
         LockFileError::Sealed => CommandError::new(cannot).caused_by(error).hint(format!(
             "`bcow create -b {shown} NEW` makes a disk on top of it"
         )),
+        LockFileError::Snapshot => CommandError::new(cannot)
+            .caused_by(error)
+            .hint(format!("`bcow fork {shown} NEW` makes a disk over it")),
         _ => CommandError::new(cannot).caused_by(error),
     }
 }

@@ -6,8 +6,8 @@
 //! [`way`] is the table of what converts to what. [`image`] and [`disks`] open images and disks,
 //! with the files below them, where [`stores`] and [`remote`] find them. [`upper`] and
 //! [`kernel_upper`] open the uppers of writable mounts for reading, and [`changes`] reads what they
-//! change. [`push`] has the places that commands write to. [`error`] is the failure of a command,
-//! and [`interrupt`] its end by a signal.
+//! change. [`snapshots`] finds the snapshots of disks. [`push`] has the places that commands write
+//! to. [`error`] is the failure of a command, and [`interrupt`] its end by a signal.
 //!
 //! ```
 //! use bcow_images::{Name, NameForm, NameUse, Takes};
@@ -56,6 +56,7 @@ pub mod replace;
 pub mod running;
 pub mod s3;
 pub mod size;
+pub mod snapshots;
 pub mod stat;
 pub mod stores;
 mod takes;

@@ -61,6 +61,8 @@ pub struct Service {
     pub descriptor: Option<i32>,
     /// For a mount in a pool: the name of the pool, whose process has other mounts too.
     pub pool: Option<String>,
+    /// For a disk: the abstract Unix socket on which the process takes requests for it.
+    pub control: Option<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -273,6 +275,15 @@ pub fn describe_lock_holders(path: &Path) -> Vec<String> {
         .collect()
 }
 
+/// The abstract Unix socket of the process that takes requests for the disk at `path`.
+pub fn control_of_disk(path: &Path) -> Option<String> {
+    let servers = servers()
+        .into_iter()
+        .filter(|server| !server.is_in_other_namespace);
+    let mut services = servers.flat_map(|server| server.services);
+    services.find_map(|service| service.control.clone().filter(|_| uses(&service, path)))
+}
+
 /// Whether the service uses this disk, or the upper with this lock file.
 fn uses(service: &Service, path: &Path) -> bool {
     let Ok(path) = path.canonicalize() else {
@@ -422,16 +433,11 @@ mod tests {
         Service {
             kind: "mount".to_owned(),
             image: "/images/a.bcow".to_owned(),
-            layers: Vec::new(),
-            export: None,
-            upper: None,
             at: vec!["/mnt".to_owned()],
             mode: "ro".to_owned(),
             since: 7,
             device: Some("0:99".to_owned()),
-            owners: None,
-            descriptor: None,
-            pool: None,
+            ..Service::default()
         }
     }
 

@@ -441,16 +441,13 @@ mod tests {
         Service {
             kind: "mount".to_owned(),
             image: format!("{at}.bcow"),
-            layers: Vec::new(),
-            export: None,
             upper: upper.map(str::to_owned),
             at: vec![at.to_owned()],
             mode: mode.to_owned(),
             since: 7,
             device: Some(device.to_owned()),
-            owners: None,
-            descriptor: None,
             pool: Some("pool".to_owned()),
+            ..Service::default()
         }
     }
 

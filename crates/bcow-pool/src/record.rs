@@ -165,16 +165,11 @@ mod tests {
         let service = Service {
             kind: "mount".to_owned(),
             image: "/a.bcow".to_owned(),
-            layers: Vec::new(),
-            export: None,
-            upper: None,
             at: vec!["/mnt".to_owned()],
             mode: "ro".to_owned(),
             since: 7,
-            device: None,
-            owners: None,
-            descriptor: None,
             pool: Some("pool".to_owned()),
+            ..Service::default()
         };
         MountRecord::new(asked, "/mnt".into(), 1 << 40, "00ff".to_owned(), service)
     }

@@ -254,6 +254,7 @@ struct ChainFiles {
     files: Vec<ChainFile>,
     problems: Vec<Arc<ChainProblem>>,
     known: HashMap<FileIdentity, Known>,
+    height: u32,
 }
 
 #[derive(Clone)]
@@ -280,6 +281,11 @@ impl<'a> Opener<'a> {
     /// The files that were found, each once, nearest first.
     pub fn files(&self) -> Vec<ChainFile> {
         self.found.borrow().files.clone()
+    }
+
+    /// The number of files on the longest path down from the disk, without the disk.
+    pub fn height(&self) -> u32 {
+        self.found.borrow().height
     }
 
     /// The problems of the requested files, in the order of the requests.
@@ -403,6 +409,8 @@ impl Level<'_> {
             return Err(Some(ChainCause::TooDeep));
         }
         self.height.set(self.height.get().max(height));
+        let mut found = self.opener.found.borrow_mut();
+        found.height = found.height.max(self.depth - 1 + height);
         Ok(image)
     }
 

@@ -14,7 +14,7 @@
 //!   [`LockedFile`] keep a second writer away.
 //! - [`ImageWriter`] writes a file in one pass, a [`Composer`] a sealed disk of pieces. [`NewFile`]
 //!   gives the file its name when it is complete.
-//! - [`operation`] commits, rebases, seals, compacts and compares whole disks.
+//! - [`operation`] commits, rebases, seals, compacts, compares and snapshots whole disks.
 //! - [`check`](mod@check) finds and repairs damage.
 //!
 //! ```
@@ -75,7 +75,7 @@ pub use image::{
     BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, give_zeros,
     identity,
 };
-pub use locked::{LockFileError, LockedFile, header_of};
+pub use locked::{LockFileError, LockedFile, backing_of, header_of, snapshot_time};
 pub use map::{Extent, Mapping, ShownBy};
 pub use merkle::{leaf_hash, node_hash};
 pub use new_file::{NewFile, NewFileError};

@@ -2,17 +2,28 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
-use bcow_format::{HEADER_AREA_BYTES, Header, State, Use, choose_header, incompatible};
+use bcow_format::{
+    BackingEntry, HEADER_AREA_BYTES, Header, State, Use, choose_header, decode_backings,
+    incompatible,
+};
 
 use crate::Storage;
+use crate::checked::CheckedFile;
 use crate::lock::{FileLock, LockError};
 
 /// Attempts to lock a file that other processes keep replacing.
 const MAX_REPLACEMENTS: u32 = 100;
+
+/// Offset of the mark of a snapshot (spec section 3), and the bytes of its parts: the name of the
+/// file with zeros behind it, and the time in nanoseconds since 1970.
+const MARK_AT: u64 = 2048;
+const MARK_NAME_BYTES: usize = 256;
+const MARK_TIME_BYTES: usize = 8;
 
 /// The file of a writable disk, open for reading and writing. No other process writes to it until
 /// this is dropped.
@@ -42,6 +53,9 @@ pub enum LockFileError {
     /// The file has windows, which only sealed files have.
     #[error("it has windows onto other files")]
     Windows,
+    /// The file is a snapshot of a disk.
+    #[error("it is a snapshot, and never changes")]
+    Snapshot,
     /// Another file has the name.
     #[error("another file has taken its place")]
     Replaced,
@@ -54,12 +68,32 @@ impl LockedFile {
     /// Only the header is examined: a file without a valid header is locked too, and fails when it
     /// is opened as a disk.
     pub fn open(path: &Path, note: &str) -> Result<Self, LockFileError> {
+        LockedFile::open_if(path, note, |file, path| match snapshot_time(file, path) {
+            Some(_) => Err(LockFileError::Snapshot),
+            None => Ok(()),
+        })
+    }
+
+    /// Same as [`LockedFile::open`], also for a snapshot. The caller does not change what the file
+    /// shows, and takes care of the disks over it.
+    pub fn open_snapshot(path: &Path, note: &str) -> Result<Self, LockFileError> {
+        LockedFile::open_if(path, note, |_, _| Ok(()))
+    }
+
+    fn open_if(
+        path: &Path,
+        note: &str,
+        allow: impl Fn(&File, &Path) -> Result<(), LockFileError>,
+    ) -> Result<Self, LockFileError> {
         for _ in 0..MAX_REPLACEMENTS {
             let path = path.canonicalize().map_err(LockFileError::Open)?;
             // The header is checked before the file is opened for writing: "it is sealed" helps
             // more than EACCES, which a read-only sealed file would give.
-            if let Some(header) = File::open(&path).ok().and_then(|file| header_of(&file)) {
+            if let Ok(file) = File::open(&path)
+                && let Some(header) = header_of(&file)
+            {
                 check_writable(&header)?;
+                allow(&file, &path)?;
             }
             let mut options = File::options();
             let file = options
@@ -83,14 +117,31 @@ impl LockedFile {
         let path = path.canonicalize().map_err(LockFileError::Open)?;
         let lock = FileLock::exclusive(&file, note).map_err(LockFileError::Lock)?;
         if is_at(&file, &path).map_err(LockFileError::Open)? {
-            Ok(LockedFile {
-                file: Arc::new(file),
-                path,
-                _lock: lock,
-            })
+            Ok(LockedFile::of(file, path, lock))
         } else {
             Err(LockFileError::Replaced)
         }
+    }
+
+    /// The file at `path`, which has this lock.
+    pub(crate) fn of(file: File, path: PathBuf, lock: FileLock) -> Self {
+        LockedFile {
+            file: Arc::new(file),
+            path,
+            _lock: lock,
+        }
+    }
+
+    /// Whether the file has this device number and inode number.
+    pub(crate) fn has_numbers(&self, device: u64, inode: u64) -> bool {
+        let metadata = self.file.metadata();
+        metadata.is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == (device, inode))
+    }
+
+    /// Lets readers lock the file. No writer can lock it as long as it is open.
+    pub(crate) fn share(&self) {
+        // Nothing else holds a lock, so this can only fail if a reader is faster, which may be.
+        let _ = self.file.try_lock_shared();
     }
 
     /// The path, with links resolved.
@@ -124,6 +175,44 @@ pub fn header_of(storage: &dyn Storage) -> Option<Header> {
     let mut area = [0; HEADER_AREA_BYTES];
     storage.read_at(0, &mut area).ok()?;
     choose_header(&area).ok()
+}
+
+/// The backing that a disk names, according to its header. `None` for another file, and for one
+/// whose header or backing table is damaged.
+pub fn backing_of(file: File) -> Option<BackingEntry> {
+    let header = header_of(&file).filter(|header| header.purpose == Use::Disk)?;
+    let file = CheckedFile {
+        storage: Arc::new(file),
+        verifier: None,
+    };
+    let table = file.read_section(&header.backings).ok()?;
+    decode_backings(&table, &header).ok()?.into_iter().next()
+}
+
+/// The time at which the open file at `path` became a snapshot of a disk; `None` for another file.
+/// A snapshot has a mark with its name, so a copy with another name is an ordinary disk.
+pub fn snapshot_time(file: &File, path: &Path) -> Option<SystemTime> {
+    let name = path.file_name()?.as_encoded_bytes();
+    header_of(file).filter(|header| check_writable(header).is_ok())?;
+    let mut mark = [0; MARK_NAME_BYTES + MARK_TIME_BYTES];
+    file.read_exact_at(&mut mark, MARK_AT).ok()?;
+    let (marked, time) = mark.split_first_chunk::<MARK_NAME_BYTES>()?;
+    let rest = marked.strip_prefix(name).filter(|_| !name.is_empty())?;
+    rest.iter().all(|&byte| byte == 0).then_some(())?;
+    let nanoseconds = u64::from_le_bytes(*time.first_chunk()?);
+    Some(SystemTime::UNIX_EPOCH + Duration::from_nanos(nanoseconds))
+}
+
+/// Marks the file as the snapshot that has this file name, once it has the name.
+pub(crate) fn mark_snapshot(file: &File, name: &str) -> io::Result<()> {
+    let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
+    let mut mark = name.as_bytes().to_vec();
+    // File systems limit names to 255 bytes.
+    mark.resize(MARK_NAME_BYTES, 0);
+    mark.extend(nanoseconds.to_le_bytes());
+    file.write_all_at(&mark, MARK_AT)?;
+    file.sync_data()
 }
 
 fn check_writable(header: &Header) -> Result<(), LockFileError> {

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{BlockCache, BlockDevice, CreateOptions, Disk, LockedFile, OpenOptions};
+use bcow::operation::LiveDisk;
+use bcow::{BlockCache, BlockDevice, CreateOptions, Disk, OpenOptions};
 use bcow_nbd::{Device, Export, FailureReport};
 use bcow_union::log::{self, Severity};
 
+use super::control;
 use crate::disks::{is_writable_disk, open_writable};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
@@ -56,7 +58,7 @@ pub struct Served {
     pub exports: Vec<Export>,
     /// One for each export.
     described: Vec<Described>,
-    disks: Vec<(PathBuf, Arc<Disk>, LockedFile)>,
+    disks: Vec<(PathBuf, Arc<LiveDisk>)>,
     /// Open images keep their locks against writers.
     images: Vec<OpenImage>,
 }
@@ -70,9 +72,11 @@ struct Described {
 }
 
 impl Served {
-    /// The services of a process of this kind, at these places.
-    pub fn services(&self, kind: &str, at: impl Fn(&str) -> Vec<String>) -> Vec<Service> {
+    /// The services of a process of this kind, at these places. From now on, the process answers
+    /// requests of other commands for its disks.
+    pub fn services(&self, kind: &'static str, at: impl Fn(&str) -> Vec<String>) -> Vec<Service> {
         let is_only = self.described.len() == 1;
+        let control = if self.disks.is_empty() { None } else { self.listen(kind) };
         self.described
             .iter()
             .map(|described| Service {
@@ -82,9 +86,21 @@ impl Served {
                 at: at(&described.export),
                 mode: described.mode.to_owned(),
                 since: running::now(),
+                control: control.clone(),
                 ..Service::default()
             })
             .collect()
+    }
+
+    /// Answers requests of other commands. Returns the name of the socket.
+    fn listen(&self, kind: &'static str) -> Option<String> {
+        let disks = self.disks.iter();
+        let disks = disks.map(|(path, disk)| (path.display().to_string(), Arc::downgrade(disk)));
+        let listening = control::listen(disks.collect(), kind);
+        let listening = listening.inspect_err(|error| {
+            log::log(Severity::Warning, &error.in_one_line());
+        });
+        listening.ok()
     }
 
     /// Logs failed requests with the name of their image.
@@ -124,9 +140,10 @@ impl Served {
         let device = match opening.access {
             Access::AsFile if is_writable_disk(image_name) => {
                 let opened = open_writable(image_name, opening.stores, &options, opening.command)?;
-                let disk = Arc::new(opened.disk);
+                let disk = LiveDisk::new(opened.disk, opened.file, opened.height);
+                let disk = Arc::new(disk);
                 self.disks
-                    .push((image_name.shown().to_owned(), disk.clone(), opened.file));
+                    .push((image_name.shown().to_owned(), disk.clone()));
                 Device::Writable(disk)
             }
             Access::AsFile | Access::ReadOnly => Device::ReadOnly(image()?),
@@ -156,7 +173,7 @@ impl Served {
     pub fn close(self) -> Result<(), CommandError> {
         drop(self.exports);
         let mut result = Ok(());
-        for (path, disk, _file) in self.disks {
+        for (path, disk) in self.disks {
             let closed = match Arc::try_unwrap(disk) {
                 Ok(disk) => disk.close(),
                 // Another reference exists, so the disk is only checkpointed.

@@ -139,7 +139,9 @@ fn directories_in(directory: &OwnedFd) -> Result<Vec<Vec<u8>>, Errno> {
     let mut found = work::list(directory.as_fd())?;
     let is_directory = |name: &Vec<u8>| {
         let stat = rustix::fs::statat(directory, &name[..], AtFlags::SYMLINK_NOFOLLOW);
-        stat.map_or(true, |stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
+        stat.map_or(true, |stat| {
+            FileType::from_raw_mode(stat.st_mode) == FileType::Directory
+        })
     };
     found.retain(is_directory);
     Ok(found)

@@ -1,15 +1,16 @@
 //! Creation of a writable file: the checks of its options, and the bytes of an empty one.
 
 use bcow_format::{
-    BackingEntry, BlockShift, ENTRY_BYTES, Features, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES,
-    SECTOR_BYTES, SLOT_BYTES, Section, State, Use, encode_backings, incompatible,
+    BackingEntry, BackingName, BlockShift, ENTRY_BYTES, Features, Header, MAX_ADDRESS,
+    MAX_ROOT_ENTRIES, SECTOR_BYTES, SLOT_BYTES, Section, State, Use, encode_backings, incompatible,
 };
 use serde_json::json;
 
+use super::open::layout_for_writes;
 use super::{Disk, Layout};
 use crate::storage::Storage;
 use crate::sync::Arc;
-use crate::{BlockCache, BlockDevice, Error, OneBacking, OpenOptions};
+use crate::{BlockCache, BlockDevice, Error, Image, OneBacking, OpenOptions};
 
 /// log2 of the region size of files with sub-block tables: 4 MiB.
 const REGION_SHIFT: u8 = 22;
@@ -48,6 +49,16 @@ impl CreateOptions {
             log_bytes: LOG_BYTES,
             metadata: serde_json::Map::new(),
         }
+    }
+
+    /// Options for a disk with the size and the layout of `image`.
+    pub fn like(image: &Image) -> Result<Self, Error> {
+        let (layout, block_shift) = layout_for_writes(image)?;
+        Ok(CreateOptions {
+            layout,
+            block_bytes: block_shift.map(BlockShift::bytes),
+            ..CreateOptions::disk(image.size())
+        })
     }
 
     /// Checks the options. Returns log2 of the region size.
@@ -185,6 +196,39 @@ impl Disk {
         storage.make_durable()?;
         let backing = OneBacking(backing.map(|(_, device)| device));
         Disk::open(storage, open, &backing)
+    }
+
+    /// Same as [`Disk::create`], with the properties and the cache of this disk, and over this
+    /// disk, whose file gets the name `name`. The caller has written a checkpoint, and does not
+    /// write to this disk any more.
+    pub fn create_over(
+        self: &Arc<Self>,
+        name: String,
+        storage: Arc<dyn Storage>,
+    ) -> Result<Disk, Error> {
+        let entry = BackingEntry {
+            name: BackingName::FileName {
+                name,
+                identity: Some(self.identity_hash()),
+            },
+            size: self.size(),
+        };
+        let options = CreateOptions {
+            layout: self.inner.layout,
+            block_bytes: self.inner.block_shift.map(BlockShift::bytes),
+            log_bytes: self.header().log.1,
+            ..CreateOptions::disk(entry.size)
+        };
+        let open = OpenOptions {
+            cache: self.inner.cache.clone(),
+            ..OpenOptions::default()
+        };
+        Disk::create(
+            storage,
+            &options,
+            Some((entry, self.clone() as Arc<dyn BlockDevice>)),
+            &open,
+        )
     }
 
     /// Same as [`Disk::create`], with a separate cache and without a backing.

@@ -1,4 +1,4 @@
-//! The gate of a disk.
+//! The gate of a disk, and of one whose file can change (`operation/live.rs`).
 
 use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, read, thread_number, write};
 
@@ -8,15 +8,15 @@ const SHARDS: usize = 16;
 /// operation holds the lock of one shard shared; a change of the shared state (the size, the
 /// backing) holds the locks of all shards exclusively. A thread always uses the same shard, so that
 /// operations of different threads do not touch the same cache line.
-pub(super) struct Gate<T>([Shard<T>; SHARDS]);
+pub(crate) struct Gate<T>([Shard<T>; SHARDS]);
 
 #[repr(align(128))]
 struct Shard<T>(RwLock<Arc<T>>);
 
-pub(super) type Pass<'a, T> = RwLockReadGuard<'a, Arc<T>>;
+pub(crate) type Pass<'a, T> = RwLockReadGuard<'a, Arc<T>>;
 
 impl<T> Gate<T> {
-    pub(super) fn new(inside: T) -> Self {
+    pub(crate) fn new(inside: T) -> Self {
         let inside = Arc::new(inside);
         Gate(std::array::from_fn(|_| {
             Shard(RwLock::new(Arc::clone(&inside)))
@@ -24,27 +24,27 @@ impl<T> Gate<T> {
     }
 
     /// Waits while the gate is closed. A thread inside must not enter again.
-    pub(super) fn enter(&self) -> Pass<'_, T> {
+    pub(crate) fn enter(&self) -> Pass<'_, T> {
         read(&self.0[thread_number() % SHARDS].0)
     }
 
     /// Waits until no operation is inside.
-    pub(super) fn close(&self) -> Closed<'_, T> {
+    pub(crate) fn close(&self) -> Closed<'_, T> {
         // In a fixed order, so that two closers do not deadlock.
         Closed(self.0.iter().map(|shard| write(&shard.0)).collect())
     }
 }
 
 /// A closed gate. It opens when this is dropped.
-pub(super) struct Closed<'a, T>(Vec<RwLockWriteGuard<'a, Arc<T>>>);
+pub(crate) struct Closed<'a, T>(Vec<RwLockWriteGuard<'a, Arc<T>>>);
 
 impl<T> Closed<'_, T> {
-    pub(super) fn get(&self) -> &Arc<T> {
+    pub(crate) fn get(&self) -> &Arc<T> {
         &self.0[0]
     }
 
     /// Replaces the state that later operations see.
-    pub(super) fn replace(&mut self, inside: T) {
+    pub(crate) fn replace(&mut self, inside: T) {
         let inside = Arc::new(inside);
         for shard in &mut self.0 {
             **shard = Arc::clone(&inside);

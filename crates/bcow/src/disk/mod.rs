@@ -67,7 +67,7 @@ use crate::{BlockCache, BlockDevice, Error};
 use commit::Turns;
 use committer::Committer;
 use incomplete::Fills;
-use locks::{Gate, Pass};
+use locks::Pass;
 use region::{IncompleteIds, Region, RegionState};
 use regions::Regions;
 use space::Space;
@@ -75,6 +75,7 @@ use space::Space;
 pub use create::CreateOptions;
 pub use layout::Layout;
 pub use ledger::Ledger;
+pub(crate) use locks::Gate;
 
 /// An open writable file.
 ///
@@ -225,6 +226,11 @@ impl Disk {
     /// Closes the disk. Writes a checkpoint, so that the next opening has no log to replay, and
     /// releases the free space at the end of the file.
     pub fn close(self) -> Result<(), Error> {
+        self.finish()
+    }
+
+    /// Same as [`Disk::close`], for a disk that the caller still reads, but does not write to.
+    pub(crate) fn finish(&self) -> Result<(), Error> {
         // The filler ends before the gate closes. If the gate closed first, the filler could wait
         // for the gate while `stop` waits for the filler.
         self.inner.fills.stop();

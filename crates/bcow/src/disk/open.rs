@@ -281,7 +281,7 @@ fn backing_of(image: &Image) -> Result<Backing, Error> {
 
 /// The layout and the block size for writes: those with which the file was created, or else the
 /// default.
-fn layout_for_writes(image: &Image) -> Result<(Layout, Option<BlockShift>), Error> {
+pub(super) fn layout_for_writes(image: &Image) -> Result<(Layout, Option<BlockShift>), Error> {
     let (layout, block) = Layout::recorded(&image.metadata()?);
     // The regions of a file may be too large to be one block each.
     let is_one_block = image.header().region_shift <= BlockShift::MAX.get();

@@ -165,7 +165,7 @@ pub fn open_over(
 ) -> Result<(Disk, Arc<Disk>), CommitError> {
     let image = Image::open_with_backings(storage.clone(), options, &UnreadBackings)
         .map_err(CommitError::Disk)?;
-    forget_identity(&storage, options).map_err(CommitError::Disk)?;
+    record_identity(&storage, options, None).map_err(CommitError::Disk)?;
     let backing = Arc::new(open_backing()?);
     let open = || {
         let entry = image.disk_backing();
@@ -181,8 +181,13 @@ pub fn open_over(
     Ok((disk, backing))
 }
 
-/// Makes the disk in `storage` forget the identity of its backing.
-fn forget_identity(storage: &Arc<dyn Storage>, options: &OpenOptions) -> Result<(), Error> {
+/// Makes the disk in `storage` record another identity of its backing, which it names by its file
+/// name; with `None`, the disk opens over any backing of that name and size.
+pub fn record_identity(
+    storage: &Arc<dyn Storage>,
+    options: &OpenOptions,
+    new: Option<[u8; 32]>,
+) -> Result<(), Error> {
     let disk = Disk::open(storage.clone(), options, &UnreadBackings)?;
     let Some(mut entry) = disk.backing() else {
         return Ok(());
@@ -190,7 +195,7 @@ fn forget_identity(storage: &Arc<dyn Storage>, options: &OpenOptions) -> Result<
     let BackingName::FileName { identity, .. } = &mut entry.name else {
         return Ok(());
     };
-    if identity.take().is_some() {
+    if std::mem::replace(identity, new) != new {
         let device = UnreadBackings.resolve(&entry)?;
         disk.set_backing(device.map(|device| (entry, device)))?;
     }

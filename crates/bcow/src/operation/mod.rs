@@ -1,4 +1,4 @@
-//! Operations on whole disks: commit into the backing, rebase, rewrite, compare.
+//! Operations on whole disks: commit into the backing, rebase, rewrite, snapshot, compare.
 //!
 //! | operation | effect |
 //! |---|---|
@@ -6,6 +6,9 @@
 //! | [`rebase`] | gives a disk another backing; the visible content does not change |
 //! | [`rewrite`] | writes a disk to a new file: sealed, compacted, flattened or compressed |
 //! | [`name_backing`] | makes the entry by which a disk names its backing |
+//! | [`snapshot`](snapshot()) | makes the file of a disk read-only, with a new disk over it |
+//! | [`LiveDisk`] | does the same while programs use the disk |
+//! | [`absorb_backing`] | copies the own data of the backing into the disk |
 //! | [`compare`] | finds the ranges in which two address spaces differ |
 //!
 //! Each operation that writes leaves the visible content of the disk unchanged at every moment,
@@ -31,17 +34,24 @@
 
 mod commit;
 mod compare;
+mod live;
 mod name;
 mod rebase;
 mod rewrite;
+mod snapshot;
 
 use crate::Error;
 
-pub use commit::{CommitError, Committed, commit, commit_into_backing, open_over};
+pub use commit::{CommitError, Committed, commit, commit_into_backing, open_over, record_identity};
 pub use compare::{CompareError, compare};
+pub use live::LiveDisk;
 pub use name::{NameError, name_backing};
 pub use rebase::{rebase, rebase_reference};
 pub use rewrite::{RewriteOptions, WRITABLE_LOG_BYTES, rewrite};
+pub use snapshot::{
+    SnapshotError, Snapshotted, absorb_backing, remove_unfinished, snapshot, snapshot_name,
+    snapshot_path, sync_directory_of,
+};
 
 /// Bytes per step of an operation.
 const STEP_BYTES: u64 = 1 << 20;
@@ -50,7 +60,7 @@ const STEP_BYTES: u64 = 1 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Phase {
-    /// Data of a disk is copied into its backing.
+    /// Data of a disk is copied into its backing, or the other way round.
     Commit,
     /// The old backing is compared with the new one.
     Compare,

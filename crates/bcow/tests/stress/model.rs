@@ -8,8 +8,8 @@ use std::sync::Arc;
 use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
-    CommitError, RewriteOptions, WRITABLE_LOG_BYTES, commit, open_over, rebase, rebase_reference,
-    rewrite,
+    CommitError, RewriteOptions, WRITABLE_LOG_BYTES, absorb_backing, commit, open_over, rebase,
+    rebase_reference, rewrite,
 };
 use bcow::{
     BlockDevice, Compression, Content, CreateOptions, Disk, Error, Image, Keep, Layout, Ledger,
@@ -61,6 +61,12 @@ enum Step {
     },
     /// Commits a disk of the chain into the disk below it.
     Commit {
+        level: u8,
+    },
+    /// Makes the top read-only, and creates a new disk over it.
+    Snapshot,
+    /// A disk of the chain takes the data of the file below it, which is dropped.
+    Absorb {
         level: u8,
     },
     /// Writes the own data of the top into a new file, which is looked at and dropped.
@@ -150,6 +156,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => sectors().prop_map(|size| Step::Resize { size }),
         1 => (0..5u8, sectors()).prop_map(|(layout, size)| Step::Overlay { layout, size }),
         1 => any::<u8>().prop_map(|level| Step::Commit { level }),
+        2 => Just(Step::Snapshot),
+        2 => any::<u8>().prop_map(|level| Step::Absorb { level }),
         1 => Just(Step::CommitNew),
         2 => (onto(), any::<bool>())
             .prop_map(|(onto, by_reference)| Step::Rebase { onto, by_reference }),
@@ -380,6 +388,8 @@ impl Chain {
             }
             Step::Overlay { .. } => {}
             Step::Commit { level } => self.commit(level),
+            Step::Snapshot => self.snapshot(),
+            Step::Absorb { level } => self.absorb(level),
             Step::CommitNew => self.commit_new(),
             Step::Rebase {
                 ref onto,
@@ -438,6 +448,49 @@ impl Chain {
         let content = &mut self.levels[below].content;
         content.resize(content.len().max(shown.len()), 0);
         content[..shown.len()].copy_from_slice(&shown);
+        self.open();
+    }
+
+    fn snapshot(&mut self) {
+        if self.levels.len() == MAX_LEVELS {
+            return;
+        }
+        let below = Arc::new(self.disk.take().expect("the top is open"));
+        below.checkpoint().unwrap();
+        let storage = Arc::new(MemoryStorage::default());
+        let over = below.create_over("below".into(), storage.clone());
+        let shown = self.top().content.clone();
+        assert!(content(&over.unwrap()) == shown);
+        Arc::into_inner(below).expect("the last").close().unwrap();
+        self.levels.push(Level {
+            storage,
+            ledger: Arc::default(),
+            content: shown,
+            is_sealed: false,
+        });
+        self.open();
+    }
+
+    fn absorb(&mut self, level: u8) {
+        let count = self.levels.len();
+        if count < 2 {
+            return;
+        }
+        let level = 1 + usize::from(level) % (count - 1);
+        if self.levels[level].is_sealed {
+            return;
+        }
+        self.close();
+        let below = self.open_below(level).expect("there is a file below");
+        let backing_bytes = below.size();
+        let storage = self.levels[level].storage.clone();
+        let disk = Disk::open(storage, &OpenOptions::default(), &OneBacking(Some(below))).unwrap();
+        let deeper = self.backing(level - 1);
+        let deeper_bytes = deeper.as_ref().map_or(0, |(entry, _)| entry.size);
+        absorb_backing(&disk, backing_bytes, deeper_bytes, &()).unwrap();
+        disk.set_backing(deeper).unwrap();
+        disk.close().unwrap();
+        self.levels.remove(level - 1);
         self.open();
     }
 

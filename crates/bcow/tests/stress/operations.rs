@@ -6,16 +6,17 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use bcow::chain::{ChainCause, NoDigests, NoUrls, NoViews, Policy, Share};
+use bcow::chain::{ChainCause, NoDigests, NoUrls, NoViews, Opener, Policy, Share};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
-    CommitError, CompareError, Monitor, NameError, OperationError, Phase, RewriteOptions, commit,
-    commit_into_backing, compare, name_backing, open_over, rebase, rebase_reference, rewrite,
+    CommitError, CompareError, Monitor, NameError, OperationError, Phase, RewriteOptions,
+    SnapshotError, commit, commit_into_backing, compare, name_backing, open_over, rebase,
+    rebase_reference, rewrite, snapshot,
 };
 use bcow::{
     BlockDevice, Compression, CreateOptions, Disk, Error, Image, Keep, Layout, LockFileError,
     LockedFile, MemoryStorage, NewFile, NewFileError, OneBacking, OpenOptions, Space, Storage,
-    UnreadBackings, WritableDevice,
+    UnreadBackings, WritableDevice, snapshot_time,
 };
 use bcow_testkit::{Fault, Faulty, On, PowerCut, Random, Window, assert_sound, changed, content};
 
@@ -147,56 +148,71 @@ impl Storage for Ordered {
     }
 }
 
-/// Commits a disk with a power cut at each moment. The disk shows the same content after each of
-/// them, and a second commit completes the first one. Returns the number of cuts between the growth
-/// of the base and its record in the top.
-fn cut_commits(pair: &Pair) -> u64 {
+/// Two storages with a common order of their operations.
+fn ordered(files: [PowerCut; 2]) -> [Arc<Ordered>; 2] {
     let order = Arc::new(Mutex::new(Vec::new()));
-    let files = [&pair.base, &pair.top].map(|bytes| PowerCut::new(bytes.clone()));
-    let before = files[0].operations();
     let mut number = 0;
-    let files = files.map(|cut| {
+    files.map(|cut| {
         number += 1;
         Arc::new(Ordered {
             cut,
             number: number - 1,
             order: order.clone(),
         })
-    });
-    let (disk, backing) = open_both(files[0].clone(), files[1].clone());
-    assert!(commit(disk, &backing, &()).unwrap() > 0);
-    Arc::into_inner(backing).expect("alone").close().unwrap();
+    })
+}
 
-    let order = order.lock().unwrap().clone();
+/// Calls `look` with what a power cut at each moment leaves of two files, and with the number of
+/// operations before it. At the start, the files had `counts` operations.
+fn at_each_cut(
+    files: &[Arc<Ordered>; 2],
+    mut counts: [usize; 2],
+    random: &mut Random,
+    mut look: impl FnMut(usize, [&[u8]; 2], &mut Random),
+) {
+    let order = files[0].order.lock().unwrap().clone();
     let windows = [files[0].windows(), files[1].windows()];
-    let mut counts = [before; 2];
-    let mut random = Random::new(1);
-    let (mut cuts, mut behind) = (0, 0);
-    for number in order.iter().map(Some).chain([None]) {
+    for (done, number) in order.iter().map(Some).chain([None]).enumerate() {
         // What a cut leaves at another moment, a cut before the next sync may leave too.
         let is_sync = number.is_none_or(|&number| {
             let is_end = |(window, _): &(Window, _)| window.operations.end == counts[number];
             windows[number].iter().any(is_end)
         });
         if is_sync {
-            let [base, top] = [0, 1].map(|file| {
+            let [one, other] = [0, 1].map(|file| {
                 let (window, durable) = files[file].window(&windows[file], counts[file]);
-                let fates = files[file].cut.fates(&window, 2, 6, &mut random);
+                let fates = files[file].cut.fates(&window, 2, 6, random);
                 let after = |fates: &Vec<_>| files[file].cut.after(&durable, &window, fates);
                 fates.iter().map(after).collect::<Vec<_>>()
             });
-            for index in 0..base.len().max(top.len()) {
-                let base = base.get(index).unwrap_or_else(|| random.pick(&base));
-                let top = top.get(index).unwrap_or_else(|| random.pick(&top));
-                let again = random.one_in(8);
-                behind += u64::from(look(base, top, &pair.shown, again));
-                cuts += 1;
+            for index in 0..one.len().max(other.len()) {
+                let one = one.get(index).unwrap_or_else(|| random.pick(&one));
+                let other = other.get(index).unwrap_or_else(|| random.pick(&other));
+                look(done, [one, other], random);
             }
         }
         if let Some(&number) = number {
             counts[number] += 1;
         }
     }
+}
+
+/// Commits a disk with a power cut at each moment. The disk shows the same content after each of
+/// them, and a second commit completes the first one. Returns the number of cuts between the growth
+/// of the base and its record in the top.
+fn cut_commits(pair: &Pair) -> u64 {
+    let files = ordered([&pair.base, &pair.top].map(|bytes| PowerCut::new(bytes.clone())));
+    let counts = [0, 1].map(|file: usize| files[file].cut.operations());
+    let (disk, backing) = open_both(files[0].clone(), files[1].clone());
+    assert!(commit(disk, &backing, &()).unwrap() > 0);
+    Arc::into_inner(backing).expect("alone").close().unwrap();
+    let (mut cuts, mut behind) = (0, 0);
+    let look_again = |_, [base, top]: [&[u8]; 2], random: &mut Random| {
+        let again = random.one_in(8);
+        behind += u64::from(look(base, top, &pair.shown, again));
+        cuts += 1;
+    };
+    at_each_cut(&files, counts, &mut Random::new(1), look_again);
     println!("{cuts} power cuts, {behind} of them between the two sizes");
     behind
 }
@@ -248,6 +264,48 @@ fn a_power_cut_in_a_commit_into_a_backing_with_a_log_changes_no_content() {
 #[test]
 fn a_power_cut_while_the_backing_grows_is_completed_by_the_next_commit() {
     assert!(cut_commits(&pair(192 * KIB, 256 * KIB, Layout::Space)) > 0);
+}
+
+#[test]
+fn a_power_cut_in_a_snapshot_changes_no_content() {
+    for layout in [Layout::Space, Layout::Performance, Layout::Auto] {
+        let base = pair(256 * KIB, 256 * KIB, layout).base;
+        let files = ordered([PowerCut::new(base), PowerCut::default()]);
+        let counts = [0, 1].map(|file: usize| files[file].cut.operations());
+        let done = || files[0].order.lock().unwrap().len();
+        let disk = Disk::open(files[0].clone(), &options(), &UnreadBackings);
+        let disk = Arc::new(disk.unwrap());
+        disk.write_at(5000, &[7; 9000]).unwrap();
+        disk.flush().unwrap();
+        let (flushed, shown) = (done(), content(&*disk));
+        disk.checkpoint().unwrap();
+        let over = disk.create_over("top@one".into(), files[1].clone());
+        // Here the files exchange their names.
+        let exchanged = done();
+        let mut cuts = 0;
+        let look = |count, [old, new]: [&[u8]; 2], _: &mut Random| {
+            if count < flushed {
+                return;
+            }
+            let [old, new] = [old, new].map(|bytes| Arc::new(MemoryStorage::new(bytes.to_vec())));
+            let old = Image::open_storage(old, &options()).unwrap();
+            assert!(content(&*old) == shown);
+            if count >= exchanged {
+                let expected = Some(old.identity_hash());
+                let image = Image::open_with_backings(new, &options(), &OneBacking(Some(old)));
+                let image = image.unwrap();
+                let name = &image.disk_backing().expect("a backing").name;
+                let is_named = |name: &str| name == "top@one";
+                assert!(matches!(name, BackingName::FileName { name, identity }
+                        if is_named(name) && *identity == expected));
+                assert!(content(&*image) == shown);
+            }
+            cuts += 1;
+        };
+        at_each_cut(&files, counts, &mut Random::new(1), look);
+        assert!(cuts > 10, "{cuts}");
+        drop(over.unwrap());
+    }
 }
 
 #[test]
@@ -463,6 +521,76 @@ fn a_file_is_locked_only_as_a_writable_disk() {
     );
     std::fs::copy(partial, path("sketch")).unwrap();
     assert!(matches!(lock("sketch"), Err(LockFileError::Partial)));
+}
+
+/// Opens the disk of this name in a directory, with the number of files below it.
+fn open_named(directory: &Path, name: &str) -> (Arc<Disk>, LockedFile, u32) {
+    let file = LockedFile::open(&directory.join(name), "a test").unwrap();
+    let opener = Opener::new(file.path(), policy());
+    let disk = Disk::open(file.storage(), &options(), &opener).unwrap();
+    (Arc::new(disk), file, opener.height())
+}
+
+#[test]
+fn a_snapshot_never_changes_and_the_disk_over_it_continues() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let lock = |name: &str| LockedFile::open(&path(name), "a test");
+    let shown = files(directory.path());
+    let (disk, file, height) = open_named(directory.path(), "top");
+    assert_eq!(height, 1);
+    let taken = snapshot(&disk, &file, "one", height, "a test").unwrap();
+    assert_eq!(taken.path.file_name(), Some("top@one".as_ref()));
+    let refused = lock("top").unwrap_err();
+    assert_eq!(refused.to_string(), "it is being written by a test");
+    assert!(content(&taken.disk) == shown);
+    taken.disk.write_at(0, &[9; 5000]).unwrap();
+    let changed = content(&taken.disk);
+    taken.disk.close().unwrap();
+    drop((taken.file, disk, file));
+    assert!(matches!(lock("top@one"), Err(LockFileError::Snapshot)));
+    // A copy is a disk of its own.
+    std::fs::copy(path("top@one"), path("copy")).unwrap();
+    drop(lock("copy").unwrap());
+    let (disk, file, height) = open_named(directory.path(), "top");
+    assert_eq!(height, 2);
+    assert!(content(&*disk) == changed);
+    let again = |name: &str, height| {
+        snapshot(&disk, &file, name, height, "a test")
+            .err()
+            .unwrap()
+    };
+    assert!(matches!(again("one", height), SnapshotError::Exists(_)));
+    for name in ["", "-one", ".one", "a/b", "a b", "one@two", "ü"] {
+        assert!(matches!(again(name, height), SnapshotError::Name), "{name}");
+    }
+    let long = "x".repeat(255);
+    assert!(matches!(again(&long, height), SnapshotError::FileName));
+    assert!(matches!(again("two", 64), SnapshotError::TooDeep));
+    assert!(content(&*disk) == changed);
+    drop((disk, file));
+    let opener = Opener::new(&path("top"), policy());
+    let image = std::fs::File::open(path("top@one")).unwrap();
+    let image = Image::open_with_backings(Arc::new(image), &options(), &opener).unwrap();
+    assert!(content(&*image) == shown);
+}
+
+#[test]
+fn a_file_that_an_interrupted_snapshot_left_is_replaced() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let shown = files(directory.path());
+    let (disk, file, height) = open_named(directory.path(), "top");
+    // As after a crash in front of the exchange.
+    let unfinished = Arc::new(std::fs::File::create_new(path("top@one")).unwrap());
+    drop(disk.create_over("top@one".into(), unfinished).unwrap());
+    let file_there = std::fs::File::open(path("top@one")).unwrap();
+    assert_eq!(snapshot_time(&file_there, &path("top@one")), None);
+    let opener = Opener::new(&path("top@one"), policy());
+    Image::open_with_backings(Arc::new(file_there), &options(), &opener).unwrap();
+    assert!(matches!(opener.problems()[0].cause, ChainCause::TooDeep));
+    let taken = snapshot(&disk, &file, "one", height, "a test").unwrap();
+    assert!(content(&taken.disk) == shown);
 }
 
 #[test]

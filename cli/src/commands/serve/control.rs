@@ -1,0 +1,96 @@
+//! Requests of other commands to a process that serves disks.
+//!
+//! The process listens on an abstract Unix socket. It publishes the name with its services, and
+//! only its own user and root can make requests.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
+
+use bcow::operation::LiveDisk;
+use bcow_convert::{MAX_REQUEST_BYTES, SnapshotAnswer, SnapshotRequest, cannot_snapshot};
+
+use crate::disks::lock_note;
+use crate::error::{CommandError, Context};
+
+/// How long a client may take to send its request, and to receive the answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Pause after a failure.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Answers requests for these disks in a thread, as long as the process runs. Returns the name of
+/// the socket. `command` names this process to writers.
+pub fn listen(
+    disks: Vec<(String, Weak<LiveDisk>)>,
+    command: &'static str,
+) -> Result<String, CommandError> {
+    let cannot = || "cannot listen for requests of other commands";
+    // Processes of several process namespaces can have one number.
+    let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let name = format!("bcow-{command}-{}-{}", std::process::id(), since.as_nanos());
+    let address = SocketAddr::from_abstract_name(&name).context(cannot)?;
+    let listener = UnixListener::bind_addr(&address).context(cannot)?;
+    std::thread::Builder::new()
+        .name("requests".into())
+        .spawn(move || {
+            loop {
+                let accepted = listener.accept();
+                let answered = accepted.and_then(|(stream, _)| answer(&stream, &disks, command));
+                if let Err(error) = answered {
+                    tracing::info!("a request of another command: {error}");
+                    // The process may have no descriptor left, and accept(2) then fails at once.
+                    std::thread::sleep(PAUSE);
+                }
+            }
+        })
+        .context(cannot)?;
+    Ok(name)
+}
+
+fn answer(
+    mut stream: &UnixStream,
+    disks: &[(String, Weak<LiveDisk>)],
+    command: &str,
+) -> io::Result<()> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut line = String::new();
+    BufReader::new(stream.take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
+    let answer = match execute(stream, &line, disks, command) {
+        Ok(()) => SnapshotAnswer::Done,
+        Err(error) => SnapshotAnswer::Failed(error),
+    };
+    let mut line = serde_json::to_vec(&answer)?;
+    line.push(b'\n');
+    stream.write_all(&line)
+}
+
+fn execute(
+    stream: &UnixStream,
+    line: &str,
+    disks: &[(String, Weak<LiveDisk>)],
+    command: &str,
+) -> Result<(), CommandError> {
+    let cannot = || "invalid request for a snapshot";
+    let peer = rustix::net::sockopt::socket_peercred(stream)
+        .map_err(io::Error::from)
+        .context(cannot)?;
+    if peer.uid != rustix::process::geteuid() && !peer.uid.is_root() {
+        return Err(CommandError::new("the disk is served by another user"));
+    }
+    let request: SnapshotRequest = serde_json::from_str(line).context(cannot)?;
+    let found = disks.iter().find_map(|(name, disk)| {
+        let disk = disk.upgrade()?;
+        disk.is_at(request.device, request.inode)
+            .then_some((name, disk))
+    });
+    let (name, disk): (&String, Arc<LiveDisk>) = found.ok_or_else(|| {
+        CommandError::new("the process does not serve the disk for writing any more")
+    })?;
+    let taken = disk.snapshot(&request.snapshot, &lock_note(command));
+    let path = taken.map_err(|error| cannot_snapshot(name, &error))?;
+    tracing::info!("{name}: its content is the snapshot {}", path.display());
+    Ok(())
+}

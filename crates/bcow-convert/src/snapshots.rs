@@ -1,0 +1,333 @@
+//! Snapshots of disks, forks of disks, and the way back to a snapshot.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bcow::operation::{
+    SnapshotError, Snapshotted, absorb_backing, record_identity, snapshot, snapshot_path,
+    sync_directory_of,
+};
+use bcow::{
+    BackingResolver, BlockDevice, CreateOptions, Disk, Image, LockedFile, OpenOptions,
+    UnreadBackings,
+};
+use bcow_images::Name;
+use bcow_images::backing::backing;
+use bcow_images::disks::{
+    Below, cannot_lock, is_writable_disk, lock_disk, lock_note, open_writable,
+};
+use bcow_images::error::{CommandError, Context, exit};
+use bcow_images::image::{StoreArgs, cannot_open_file};
+use bcow_images::new_file::NewFile;
+use bcow_images::running::control_of_disk;
+use bcow_images::snapshots::{disk_path, disks_over, find_snapshot, snapshots};
+use serde::{Deserialize, Serialize};
+
+use crate::rewrite::operation_failure;
+use crate::work::Work;
+
+/// Longest request to a process that serves a disk, in bytes, with its newline.
+pub const MAX_REQUEST_BYTES: u64 = 4096;
+/// How long such a process may take. A flush of a busy disk can take long.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(600);
+
+/// A request to a process that serves a disk: a line with a JSON document, on the socket that the
+/// process publishes.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct SnapshotRequest {
+    /// The device number and the inode number of the disk's file.
+    pub device: u64,
+    pub inode: u64,
+    /// The name of the snapshot.
+    pub snapshot: String,
+}
+
+/// The answer, also a line.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SnapshotAnswer {
+    Done,
+    Failed(CommandError),
+}
+
+/// Makes the content of the disk `disk` its snapshot `name`. If another process of bcow serves the
+/// disk, that process does it. Returns the path of the snapshot.
+pub fn take_snapshot(disk: &Name, name: &str, stores: &StoreArgs) -> Result<PathBuf, CommandError> {
+    match take_at_rest(disk, name, stores) {
+        Ok(taken) => Ok(taken.path),
+        Err(error) if error.may_pass() => {
+            let path = disk_path(disk)?;
+            match control_of_disk(&path) {
+                Some(control) => ask(&control, disk, &path, name),
+                None => Err(error),
+            }
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Makes the content of a disk that no other process uses its snapshot `name`.
+fn take_at_rest(disk: &Name, name: &str, stores: &StoreArgs) -> Result<Snapshotted, CommandError> {
+    let opened = open_writable(disk, stores, &OpenOptions::default(), "snapshot")?;
+    let (below, note) = (Arc::new(opened.disk), lock_note("snapshot"));
+    let taken = snapshot(&below, &opened.file, name, opened.height, &note);
+    taken.map_err(|error| cannot_snapshot(disk, &error))
+}
+
+/// Asks the process with the socket `control` for a snapshot of the disk at `path`.
+fn ask(control: &str, disk: &Name, path: &Path, name: &str) -> Result<PathBuf, CommandError> {
+    let cannot = || format!("cannot ask the process that serves {disk}");
+    let file = path.metadata().context(cannot)?;
+    let request = SnapshotRequest {
+        device: file.dev(),
+        inode: file.ino(),
+        snapshot: name.to_owned(),
+    };
+    let exchange = || -> io::Result<SnapshotAnswer> {
+        let address = SocketAddr::from_abstract_name(control)?;
+        let mut stream = UnixStream::connect_addr(&address)?;
+        stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
+        stream.write_all(format!("{}\n", serde_json::to_string(&request)?).as_bytes())?;
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line)?;
+        Ok(serde_json::from_str(&line)?)
+    };
+    match exchange().context(cannot)? {
+        SnapshotAnswer::Done => {
+            snapshot_path(path, name).map_err(|error| cannot_snapshot(disk, &error))
+        }
+        SnapshotAnswer::Failed(error) => Err(error),
+    }
+}
+
+/// The error of a disk of which there is no snapshot.
+pub fn cannot_snapshot(disk: impl fmt::Display, error: &SnapshotError) -> CommandError {
+    let failure = CommandError::new(format!("cannot take a snapshot of {disk}")).caused_by(error);
+    match error {
+        SnapshotError::Name => failure.exit_with(exit::USAGE),
+        SnapshotError::Exists(_) => {
+            failure.hint(format!("`bcow snapshot list {disk}` lists its snapshots"))
+        }
+        SnapshotError::TooDeep => {
+            failure.hint("`bcow snapshot rm` merges a snapshot into the disk over it")
+        }
+        SnapshotError::Exchange(_) => {
+            failure.hint("move the disk to a file system that can, such as ext4, xfs or btrfs")
+        }
+        _ => failure,
+    }
+}
+
+/// A new disk over a snapshot.
+#[derive(Debug)]
+pub struct ForkedDisk {
+    /// Size of the disk in bytes.
+    pub bytes: u64,
+    /// The name of its backing.
+    pub backing: String,
+}
+
+/// Makes a new disk at `new` over `from`: a snapshot, or a disk that does not change. Of a writable
+/// disk, it takes a snapshot first.
+pub fn fork(from: &Name, new: &Path, stores: &StoreArgs) -> Result<ForkedDisk, CommandError> {
+    let file = NewFile::create_new(new)?;
+    if !is_writable_disk(from) {
+        return write_over(from, file, new, stores);
+    }
+    // Fails where the new disk would not find its backing, before there is a snapshot.
+    match backing(from, false, new, stores, &OpenOptions::default()) {
+        // Another process writes to it.
+        Err(error) if error.may_pass() => {}
+        found => drop(found?),
+    }
+    let taken = snapshots(&disk_path(from)?)?;
+    let is_free = |name: &String| taken.iter().all(|snapshot| snapshot.name != *name);
+    let name = (1..).map(|number| format!("fork-{number}")).find(is_free);
+    let snapshot = take_snapshot(from, &name.unwrap_or_default(), stores)?;
+    write_over(&Name::file(&snapshot), file, new, stores)
+}
+
+/// Writes an empty disk over `below` into `file`, which becomes `path`.
+fn write_over(
+    below: &Name,
+    file: NewFile,
+    path: &Path,
+    stores: &StoreArgs,
+) -> Result<ForkedDisk, CommandError> {
+    let options = OpenOptions::default();
+    let (entry, image) = backing(below, false, path, stores, &options)?;
+    let cannot = || format!("cannot create {}", path.display());
+    let create = CreateOptions::like(&image).context(cannot)?;
+    let storage = Arc::new(file.file().try_clone().context(cannot)?);
+    let over = Some((entry.clone(), image as Arc<dyn BlockDevice>));
+    Disk::create(storage, &create, over, &options)
+        .and_then(Disk::close)
+        .context(cannot)?;
+    file.complete()?;
+    Ok(ForkedDisk {
+        bytes: create.size,
+        backing: entry.name.to_string(),
+    })
+}
+
+/// Replaces the disk `disk` by an empty one over its snapshot `name`. What the disk showed becomes
+/// the snapshot `keep`; without one, the data of the disk since its last snapshot is lost.
+pub fn roll_back(
+    disk: &Name,
+    name: &str,
+    keep: Option<&str>,
+    stores: &StoreArgs,
+) -> Result<ForkedDisk, CommandError> {
+    let target = find_snapshot(disk, &disk_path(disk)?, name)?;
+    // The lock keeps writers away until the new file has replaced the old one.
+    let file = match keep {
+        Some(keep) => take_at_rest(disk, keep, stores)?.file,
+        None => {
+            let file = lock_disk(disk, "rollback")?;
+            if let Some(over) = tree_over(file.path())?.first() {
+                return Err(CommandError::new(format!("cannot roll back {disk}"))
+                    .caused_by_text(format!("it is the backing of {}", over.path.display())));
+            }
+            file
+        }
+    };
+    let path = file.path();
+    let new = NewFile::replace(path)?;
+    new.inner()
+        .take_attributes(file.file())
+        .context(|| format!("cannot write {disk}"))?;
+    write_over(&Name::file(&target), new, path, stores)
+}
+
+/// A snapshot that was removed.
+#[derive(Debug)]
+pub struct RemovedSnapshot {
+    /// The path of the disk that took its data.
+    pub into: Option<PathBuf>,
+    /// Number of bytes that were written or zeroed there.
+    pub bytes: u64,
+}
+
+/// Removes the snapshot `name` of the disk `disk`. If one disk or snapshot is over it, that one
+/// takes its data first.
+///
+/// All disks over the snapshot are locked: they record the identities of the files below them, and
+/// these change. Each disk shows the same content at each moment, also after a crash. A crash can
+/// leave the snapshot, and disks that record no identity.
+pub fn remove_snapshot(
+    disk: &Name,
+    name: &str,
+    stores: &StoreArgs,
+    work: &Work<'_>,
+) -> Result<RemovedSnapshot, CommandError> {
+    let mut own = Some(lock_disk(disk, "snapshot rm")?);
+    let own_path = disk_path(disk)?;
+    let path = find_snapshot(disk, &own_path, name)?;
+    let cannot = || format!("cannot remove {disk}@{name}");
+    let tree = tree_over(&path)?;
+    let direct: Vec<&Over> = tree.iter().filter(|over| over.parent.is_none()).collect();
+    if let [first, second, ..] = direct[..] {
+        return Err(CommandError::new(cannot())
+            .caused_by_text(format!(
+                "it is the backing of {} and {}",
+                first.path.display(),
+                second.path.display()
+            ))
+            .hint("remove these, or give them another backing with `bcow rebase`"));
+    }
+    let lock = |over: &Over| match own.take_if(|file| file.path() == over.path) {
+        Some(file) => Ok(file),
+        None => LockedFile::open_snapshot(&over.path, &lock_note("snapshot rm"))
+            .map_err(|error| cannot_lock(&over.path, &over.path, &error)),
+    };
+    let files: Vec<LockedFile> = tree.iter().map(lock).collect::<Result<_, CommandError>>()?;
+    let options = OpenOptions::default();
+    let record = |index: usize, identity| {
+        record_identity(&files[index].storage(), &options, identity).context(cannot)
+    };
+    // A disk forgets the identity of a file before that file changes.
+    for index in (1..files.len()).rev() {
+        record(index, None)?;
+    }
+    let merged = match files.first() {
+        Some(file) => merge(&path, file, stores, work, &cannot),
+        None => Ok(0),
+    };
+    for index in 1..files.len() {
+        let below = files[tree[index].parent.unwrap_or_default()].storage();
+        let below = Image::open_with_backings(below, &options, &UnreadBackings).context(cannot)?;
+        record(index, Some(below.identity_hash()))?;
+    }
+    let bytes = merged?;
+    std::fs::remove_file(&path)
+        .and_then(|()| sync_directory_of(&path))
+        .context(cannot)?;
+    Ok(RemovedSnapshot {
+        into: files.first().map(|file| file.path().to_owned()),
+        bytes,
+    })
+}
+
+/// A disk or snapshot that is over another one.
+struct Over {
+    path: PathBuf,
+    /// The index of the file below it; `None` for the one at the bottom of the tree.
+    parent: Option<usize>,
+}
+
+/// The disks that are over the file at `bottom`, directly and through others. Each is behind the
+/// disk below it.
+fn tree_over(bottom: &Path) -> Result<Vec<Over>, CommandError> {
+    let mut over = disks_over(bottom)?;
+    let mut tree: Vec<Over> = Vec::new();
+    let mut parent = None;
+    loop {
+        let below = parent.map_or(bottom, |index: usize| tree[index].path.as_path());
+        let name = below.file_name().unwrap_or_default().to_string_lossy();
+        let paths = over.remove(&*name).unwrap_or_default();
+        tree.extend(paths.into_iter().map(|path| Over { path, parent }));
+        let next = parent.map_or(0, |index| index + 1);
+        if next == tree.len() {
+            return Ok(tree);
+        }
+        parent = Some(next);
+    }
+}
+
+/// Copies what the snapshot at `path` stores into the disk in `file`, which is over it, and gives
+/// that disk the backing of the snapshot. Returns the number of bytes that were written or zeroed.
+fn merge(
+    path: &Path,
+    file: &LockedFile,
+    stores: &StoreArgs,
+    work: &Work<'_>,
+    cannot: &dyn Fn() -> String,
+) -> Result<u64, CommandError> {
+    let options = OpenOptions::default();
+    let storage = Arc::new(File::open(path).context(cannot)?);
+    let removed = Image::open_with_backings(storage, &options, &UnreadBackings)
+        .map_err(|error| cannot_open_file(path, path, &error))?;
+    let below = Below::new(stores, &options)?;
+    let disk = below.open_disk(file.path(), file, None)?;
+    let backing = match removed.disk_backing() {
+        Some(entry) => {
+            let device = UnreadBackings.resolve(entry).context(cannot)?;
+            device.map(|device| (entry.clone(), device))
+        }
+        None => None,
+    };
+    let below_bytes = backing.as_ref().map_or(0, |(entry, _)| entry.size);
+    let bytes = absorb_backing(&disk, removed.size(), below_bytes, work)
+        .map_err(|error| operation_failure(&error, cannot, cannot))?;
+    disk.set_backing(backing)
+        .and_then(|()| disk.close())
+        .context(cannot)?;
+    Ok(bytes)
+}

@@ -1,0 +1,97 @@
+//! A disk of which a snapshot can be taken while programs read and write it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::snapshot::{SnapshotError, Snapshotted, snapshot};
+use crate::disk::Gate;
+use crate::{BlockDevice, Disk, Error, LockedFile, Space, Status, WritableDevice};
+
+/// An open disk. Its operations wait while a snapshot is taken.
+pub struct LiveDisk(Gate<Top>);
+
+/// The disk that takes the writes now.
+struct Top {
+    disk: Arc<Disk>,
+    /// Dropped after the disk, which may write to the file until it is dropped.
+    file: LockedFile,
+    /// The number of files on the longest path down from the disk, without the disk.
+    height: u32,
+}
+
+impl LiveDisk {
+    /// The disk in a locked file, with `height` files below it.
+    pub fn new(disk: Disk, file: LockedFile, height: u32) -> Self {
+        LiveDisk(Gate::new(Top {
+            disk: Arc::new(disk),
+            file,
+            height,
+        }))
+    }
+
+    /// Whether this is the disk in the file with this device number and inode number.
+    pub fn is_at(&self, device: u64, inode: u64) -> bool {
+        let top = self.0.enter();
+        top.file.has_numbers(device, inode)
+    }
+
+    /// Makes the present content the snapshot `name`, as [`snapshot`]. Returns the path of the
+    /// snapshot. After a failure, the disk continues with its file.
+    pub fn snapshot(&self, name: &str, note: &str) -> Result<PathBuf, SnapshotError> {
+        // Most data is durable before the operations have to wait.
+        self.flush().map_err(SnapshotError::Disk)?;
+        let mut closed = self.0.close();
+        let top = closed.get();
+        let Snapshotted { disk, file, path } =
+            snapshot(&top.disk, &top.file, name, top.height, note)?;
+        let height = top.height + 1;
+        closed.replace(Top {
+            disk: Arc::new(disk),
+            file,
+            height,
+        });
+        Ok(path)
+    }
+
+    /// Makes everything durable in tables, as [`Disk::checkpoint`].
+    pub fn checkpoint(&self) -> Result<(), Error> {
+        self.0.enter().disk.checkpoint()
+    }
+
+    /// Closes the disk, as [`Disk::close`].
+    pub fn close(self) -> Result<(), Error> {
+        self.0.enter().disk.finish()
+    }
+}
+
+impl BlockDevice for LiveDisk {
+    fn size(&self) -> u64 {
+        self.0.enter().disk.size()
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        self.0.enter().disk.read_at(offset, buf)
+    }
+
+    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
+        self.0.enter().disk.status(offset, length)
+    }
+}
+
+impl WritableDevice for LiveDisk {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.0.enter().disk.write_at(offset, bytes)
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64, space: Space) -> Result<(), Error> {
+        self.0.enter().disk.write_zeroes(offset, length, space)
+    }
+
+    fn discard(&self, offset: u64, length: u64) -> Result<(), Error> {
+        self.0.enter().disk.discard(offset, length)
+    }
+
+    fn flush(&self) -> Result<(), Error> {
+        self.0.enter().disk.flush()
+    }
+}
