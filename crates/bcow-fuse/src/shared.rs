@@ -23,6 +23,7 @@ use bcow_mount::HiddenMount;
 use bcow_union::Image;
 use bcow_union::log::{self, Severity};
 use parking_lot::Mutex;
+use quick_cache::sync::Cache;
 
 use crate::adapter::shared_files::SharedTree;
 use crate::error::MountError;
@@ -31,6 +32,10 @@ use crate::takeover::{self, duplicate};
 
 pub use slots::ImageKey;
 use slots::{SharedFile, Slots};
+
+/// Hidden files that stay open, at most: a program of an image reads some hundreds of its files when
+/// it starts.
+const OPEN_FILES: usize = 1024;
 
 /// What the process does outside of this crate for the files that its mounts share.
 pub trait Keeper: Send + Sync {
@@ -62,6 +67,9 @@ pub struct SharedFiles {
     threads: usize,
     slots: Arc<Slots>,
     reads: Arc<AtomicU64>,
+    /// Hidden files by their numbers, which the opener has opened. A further mount of an image does
+    /// not wait for the opener then.
+    open_files: Cache<u64, Arc<OwnedFd>>,
     /// The lock is held while the hidden mount is made; acquired before that of the slots.
     hidden: Mutex<Option<Arc<Hidden>>>,
 }
@@ -89,6 +97,7 @@ impl SharedFiles {
             threads,
             slots: Arc::default(),
             reads: Arc::default(),
+            open_files: Cache::new(OPEN_FILES),
             hidden: Mutex::default(),
         })
     }
@@ -230,11 +239,13 @@ impl SharedImage {
     }
 
     /// The hidden file of an inode of the image.
-    pub(crate) fn open(&self, nid: Nid) -> io::Result<OwnedFd> {
+    pub(crate) fn open(&self, nid: Nid) -> io::Result<Arc<OwnedFd>> {
         let file = SharedFile::new(self.slot, nid).ok_or(io::ErrorKind::FileTooLarge)?;
-        self.files
-            .keeper
-            .open(self.hidden.mount.as_fd(), &file.name())
+        let hidden = self.hidden.mount.as_fd();
+        let open = || self.files.keeper.open(hidden, &file.name()).map(Arc::new);
+        // Others wait only for the same file.
+        let open_files = &self.files.open_files;
+        open_files.get_or_insert_with(&file.number(), open)
     }
 }
 

@@ -100,7 +100,7 @@ impl Sharing {
 
     fn make_backing(&self, nid: Nid) -> io::Result<u32> {
         let file = self.image.open(nid)?;
-        BackingId::create_raw(&self.connection, &file)
+        BackingId::create_raw(&self.connection, &*file)
     }
 
     /// The kernel has forgotten references to a node.
