@@ -39,7 +39,7 @@ use crate::log::{self, Severity};
 use changes::Changes;
 use node::Cells;
 
-pub use backing::BackingEntry;
+pub use backing::{BackingEntry, BackingKind, BackingRecord};
 pub use changes::Pass;
 pub use node::{Flags, LedgerEntry, NodeRecord, Placing};
 
@@ -79,8 +79,8 @@ pub struct Inherited {
     pub written: HashMap<u64, Vec<Range<u64>>>,
     /// Numbers of the requests whose exchange of two names was executed.
     pub exchanges: HashSet<u64>,
-    /// The numbers of the files that the kernel reads instead of nodes, by node id.
-    pub backings: HashMap<u64, u32>,
+    /// The files that the kernel reads instead of nodes.
+    pub backings: Vec<BackingRecord>,
 }
 
 impl Ledger {

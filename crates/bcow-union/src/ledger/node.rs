@@ -1,6 +1,5 @@
 //! Records of nodes.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -9,6 +8,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Ledger;
+use super::backing::BackingRecord;
 use crate::bytes::u64_at;
 
 pub(super) const CELL_BYTES: u64 = 64;
@@ -284,13 +284,13 @@ impl Ledger {
     }
 }
 
-/// The records of nodes, and the numbers of backings by node id.
-pub(super) type Records = (Vec<NodeRecord>, HashMap<u64, u32>);
+/// The records of nodes and of backings.
+pub(super) type Records = (Vec<NodeRecord>, Vec<BackingRecord>);
 
 pub(super) fn read_all(file: &File, start: u64) -> io::Result<Records> {
     let mut bytes = vec![0; (file.metadata()?.len().saturating_sub(start)) as usize];
     file.read_exact_at(&mut bytes, start)?;
-    let (mut records, mut backings) = (Vec::new(), HashMap::new());
+    let (mut records, mut backings) = (Vec::new(), Vec::new());
     let mut at = 0;
     while at + CELL_BYTES as usize <= bytes.len() {
         let cell = &bytes[at..];
@@ -302,8 +302,7 @@ pub(super) fn read_all(file: &File, start: u64) -> io::Result<Records> {
         };
         let end = at + (size * CELL_BYTES) as usize;
         if cell[0] == TAG_BACKING {
-            // The number has 32 bits.
-            backings.insert(u64_at(cell, 8), u64_at(cell, 16) as u32);
+            backings.push(BackingRecord::of_cell(cell));
         }
         if matches!(cell[0], TAG_NODE | TAG_PLACE) {
             let length = usize::from(u16::from_le_bytes([cell[4], cell[5]]));
