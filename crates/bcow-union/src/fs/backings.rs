@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::FileType;
 use parking_lot::Mutex;
@@ -40,8 +40,6 @@ pub(super) struct Backings {
     of_upper: Mutex<HashMap<NodeId, Backing>>,
     /// Those of the process before, of nodes that the kernel has forgotten.
     left_over: Mutex<Vec<u32>>,
-    /// Whether the kernel has refused a file of the upper because of its file system.
-    is_stacked: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -101,9 +99,6 @@ impl UnionFs {
                 }
                 Err(error) => {
                     tracing::debug!("the kernel does not use the file of node {}: {error}", id.0);
-                    if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) {
-                        self.backings.is_stacked.store(true, Ordering::Release);
-                    }
                 }
             }
         }
@@ -129,14 +124,8 @@ impl UnionFs {
 
     /// Why the kernel uses no files of the upper itself; `None` if it may.
     pub fn why_not_passed(&self) -> Option<&'static str> {
-        if self.account.is_limited() {
-            // Only this process counts what is written.
-            Some("the upper has a limit")
-        } else if self.backings.is_stacked.load(Ordering::Acquire) {
-            Some("the file system of the upper is above another one")
-        } else {
-            None
-        }
+        // Only this process counts what is written.
+        self.account.is_limited().then_some("the upper has a limit")
     }
 
     /// The file of the upper that has all content of a node; `None` if there is no such file, or if
