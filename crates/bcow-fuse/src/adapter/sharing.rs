@@ -61,7 +61,7 @@ pub(super) const COUNTED: FileHandle = FileHandle(1);
 /// How long the kernel may cache the attributes of a file that programs may map for writing: the
 /// host then changes the times of the file, and the kernel does not know. With no caching, each
 /// `lseek` to the end of the file would be a request.
-const MAPPED: Duration = Duration::from_millis(100);
+const MAPPED: Duration = Duration::from_millis(10);
 
 /// What the kernel has cached for a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,8 +76,8 @@ impl Sharing {
         Sharing { image, connection }
     }
 
-    /// Closes what a process before has left over.
-    pub(super) fn begin(&self, fs: &UnionFs) {
+    /// Closes what a listing or a process before has left over.
+    pub(super) fn close_left_over(&self, fs: &UnionFs) {
         for number in fs.left_over_backings() {
             self.close(number);
         }

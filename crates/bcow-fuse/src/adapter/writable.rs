@@ -256,7 +256,7 @@ impl fuser::Filesystem for Writable {
         let has_depth = config.set_max_stack_depth(1).is_ok();
         match &self.sharing {
             Some(sharing) if has_depth && offered.contains(InitFlags::FUSE_PASSTHROUGH) => {
-                sharing.begin(&self.fs);
+                sharing.close_left_over(&self.fs);
             }
             _ => self.sharing = None,
         }
@@ -583,8 +583,11 @@ impl fuser::Filesystem for Writable {
             let (ino, handle) = (id(ino), handle.0);
             self.fs
                 .read_directory_plus(ino, handle, cookie, &mut each)?;
-            if let (Some(sharing), Some(name)) = (&self.sharing, alone) {
-                sharing.list_alone(request, &name);
+            if let Some(sharing) = &self.sharing {
+                sharing.close_left_over(&self.fs);
+                if let Some(name) = alone {
+                    sharing.list_alone(request, &name);
+                }
             }
             Ok(())
         });

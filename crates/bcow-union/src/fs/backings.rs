@@ -23,8 +23,13 @@ use rustix::io::Errno;
 use super::UnionFs;
 use super::nodes::{Content, Node};
 use super::plain::plain_file;
+use super::types::Attributes;
 use crate::ledger::{BackingEntry, BackingKind, BackingRecord};
 use crate::node::NodeId;
+use crate::options::SyncPolicy;
+
+/// Set-user-ID and set-group-ID.
+const SET_ID: u16 = 0o6000;
 
 /// The number of descriptors of a node that this process took over: unknown, so more than the
 /// kernel closes.
@@ -38,7 +43,7 @@ pub(super) const UNKNOWN_OPENS: u64 = 1 << 32;
 pub(super) struct Backings {
     of_image: Mutex<HashMap<NodeId, Backing>>,
     of_upper: Mutex<HashMap<NodeId, Backing>>,
-    /// Those of the process before, of nodes that the kernel has forgotten.
+    /// Those of nodes that the kernel has forgotten, which the adapter does not know.
     left_over: Mutex<Vec<u32>>,
 }
 
@@ -138,10 +143,20 @@ impl UnionFs {
             let state = node.read_state();
             let upper = state.upper.as_ref()?;
             // The metacopy mark of a file in the batch is cleared later, which must not hide a
-            // change of its times by a program.
-            if upper.needs_image || upper.in_batch {
+            // change of its times by a program. The host must not make content durable before it is
+            // durable that the content is not in the image.
+            let is_marked = node.lower.is_some() && node.name_is_new.load(Ordering::Acquire);
+            let is_volatile = self.options.sync == SyncPolicy::Volatile;
+            if upper.needs_image || upper.in_batch || is_marked && !is_volatile {
                 return None;
             }
+        }
+        // The kernel does not say which writer must lose the bits.
+        let is_set_id = |found: Attributes| found.permissions & SET_ID != 0;
+        if node.may_be_privileged.load(Ordering::Acquire)
+            && self.attributes_of(node).is_ok_and(is_set_id)
+        {
+            return None;
         }
         // A read or write meets an error again.
         let state = self.known_content(node).ok()?;
@@ -190,8 +205,16 @@ impl UnionFs {
         numbers.collect()
     }
 
-    /// The backings of nodes that the kernel forgot before this process took the mount over. The
-    /// caller closes them.
+    /// As [`UnionFs::forget`], for references that the kernel does not get.
+    pub(super) fn take_back(&self, id: NodeId, count: u64) {
+        self.forget_and(id, count, || {
+            let forgotten = self.forgotten_backings(id);
+            self.backings.left_over.lock().extend(forgotten);
+        });
+    }
+
+    /// The backings of nodes that the kernel has forgotten during a listing, or before this process
+    /// took the mount over. The caller closes them.
     pub fn left_over_backings(&self) -> Vec<u32> {
         std::mem::take(&mut *self.backings.left_over.lock())
     }

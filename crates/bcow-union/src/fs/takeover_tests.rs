@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::resent::{New, RequestId};
 use super::tests::{BIG, BLOCK, Fixture, ROOT, plain, sized};
-use super::{Attributes, ImageContent, RenameMode, SHARED_BYTES, SyncScope, XattrMode};
+use super::{Attributes, Changes, ImageContent, RenameMode, SHARED_BYTES, SyncScope, XattrMode};
 use crate::node::NodeId;
 use crate::options::{SyncPolicy, UnionOptions};
 
@@ -197,6 +197,19 @@ fn whole_files_of_the_upper_become_backings_while_no_descriptor_sends_requests()
     let big = fixture.get("big").node;
     fixture.write(big, 0, b"written");
     assert_eq!(fixture.fs().open_file(big, none).unwrap(), None);
+    // Truncated to nothing, and not durable.
+    let other = fixture.get("h1").node;
+    fixture
+        .fs()
+        .set_attributes(
+            other,
+            &Changes {
+                size: Some(0),
+                ..Changes::default()
+            },
+        )
+        .unwrap();
+    assert_eq!(fixture.fs().open_file(other, none).unwrap(), None);
     // The next process does not know which descriptors the kernel has.
     let unopened = create(&fixture, NodeId::ROOT, "unopened");
     assert!(!fixture.fs().may_be_mapped(new));
