@@ -132,6 +132,7 @@ class Whole(WholeCase):
         os.pwrite(fd, new[:LARGE // 2], 0)
         self.assert_passes("file2", passes=False)
         os.pwrite(fd, new[LARGE // 2:], LARGE // 2)
+        os.fsync(fd)
         self.close()
         until(lambda: self.passes_now("file2"), "the partial file is whole")
         self.assertTrue(read_bytes(self.at("file2")) == new)

@@ -3,30 +3,10 @@
 use std::sync::Arc;
 
 use super::Ledger;
-use super::node::{CELL_BYTES, Spot, TAG_BACKING};
-use crate::bytes::u64_at;
+use super::node::{BackingKind, BackingRecord, CELL_BYTES, Spot, TAG_BACKING};
 
 /// The number of cells of a record, as an index of the sizes.
 const SIZE: usize = 0;
-
-/// What a backing is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum BackingKind {
-    /// A file with the content of the image.
-    Image,
-    /// The node's file in the upper.
-    Upper,
-}
-
-/// The backing of a node in the ledger of a process that has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BackingRecord {
-    /// The node id.
-    pub node: u64,
-    pub kind: BackingKind,
-    /// The number that the kernel gave.
-    pub number: u32,
-}
 
 /// The record of a node's backing, until the drop.
 #[derive(Debug)]
@@ -49,18 +29,6 @@ impl BackingEntry {
         BackingEntry {
             ledger: Arc::clone(ledger),
             spot,
-        }
-    }
-}
-
-impl BackingRecord {
-    /// The record in a cell with [`TAG_BACKING`].
-    pub(super) fn of_cell(cell: &[u8]) -> Self {
-        BackingRecord {
-            node: u64_at(cell, 8),
-            kind: if cell[2] == 0 { BackingKind::Image } else { BackingKind::Upper },
-            // The number has 32 bits.
-            number: u64_at(cell, 16) as u32,
         }
     }
 }

@@ -39,9 +39,9 @@ use crate::log::{self, Severity};
 use changes::Changes;
 use node::Cells;
 
-pub use backing::{BackingEntry, BackingKind, BackingRecord};
+pub use backing::BackingEntry;
 pub use changes::Pass;
-pub use node::{Flags, LedgerEntry, NodeRecord, Placing};
+pub use node::{BackingKind, BackingRecord, Flags, LedgerEntry, NodeRecord, Placing};
 
 /// The version of the layout. A process refuses other versions.
 const VERSION: u64 = 1;

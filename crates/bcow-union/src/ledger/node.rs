@@ -1,4 +1,4 @@
-//! Records of nodes.
+//! Records of nodes, and the reader of all records.
 
 use std::fs::File;
 use std::io;
@@ -8,7 +8,6 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Ledger;
-use super::backing::BackingRecord;
 use crate::bytes::u64_at;
 
 pub(super) const CELL_BYTES: u64 = 64;
@@ -68,6 +67,25 @@ pub struct NodeRecord {
     pub name: Box<[u8]>,
     /// Whether only the place is valid: a place that the node may have.
     pub is_place: bool,
+}
+
+/// What a backing is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BackingKind {
+    /// A file with the content of the image.
+    Image,
+    /// The node's file in the upper.
+    Upper,
+}
+
+/// The backing of a node in the ledger of a process that has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BackingRecord {
+    /// The node id.
+    pub node: u64,
+    pub kind: BackingKind,
+    /// The number that the kernel gave.
+    pub number: u32,
 }
 
 /// The free cells.
@@ -281,6 +299,18 @@ impl Ledger {
     pub(super) fn free(&self, spot: Spot) {
         self.write(&[TAG_FREE, spot.size as u8], spot.at);
         self.cells.lock().free[spot.size].push(spot.at);
+    }
+}
+
+impl BackingRecord {
+    /// The record in a cell with [`TAG_BACKING`].
+    fn of_cell(cell: &[u8]) -> Self {
+        BackingRecord {
+            node: u64_at(cell, 8),
+            kind: if cell[2] == 0 { BackingKind::Image } else { BackingKind::Upper },
+            // The number has 32 bits.
+            number: u64_at(cell, 16) as u32,
+        }
     }
 }
 
