@@ -84,6 +84,7 @@ fn print_direct(
             "door": { "name": "kernel", "reason": REASON },
             "pool": null,
             "share": null,
+            "passthrough": null,
             "errors": null,
             "operations": [],
         }));
@@ -110,6 +111,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         driver,
         pool,
         share: sharing,
+        passthrough,
         trace,
         errors,
         operations,
@@ -132,6 +134,13 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
                 Some(reason) => format!("of this mount only: {}", printable(reason)),
             };
             writeln!(out, "page cache:  {cache}")?;
+        }
+        if let Some(passthrough) = passthrough {
+            let how = match &passthrough.reason {
+                None => "the kernel reads and writes those of the upper".to_owned(),
+                Some(reason) => format!("by requests to the process: {}", printable(reason)),
+            };
+            writeln!(out, "whole files: {how}")?;
         }
     }
     if let Some(trace) = trace {

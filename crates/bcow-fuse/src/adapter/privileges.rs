@@ -20,6 +20,11 @@
 //! writes to a file of another owner, the WRITE, FALLOCATE or COPY_FILE_RANGE that follows the
 //! empty SETATTR clears the bits.
 //!
+//! If the kernel writes to the file of the upper itself ([`super::sharing`]), no WRITE follows. An
+//! empty SETATTR of another user then clears the bits if the mode lets others write to the file. (A
+//! user that has only got a descriptor, of a file that others may not write to, does not clear
+//! them.)
+//!
 //! The replies to WRITE, FALLOCATE and COPY_FILE_RANGE do not carry a mode. The kernel therefore
 //! must not cache the mode of a file with set-id bits ([`validity`]); otherwise it would execute
 //! the file with the cached bits.
@@ -43,6 +48,7 @@ const CAP_FSETID: u32 = 4;
 const SET_UID: u16 = 0o4000;
 const SET_GID: u16 = 0o2000;
 const GROUP_EXECUTES: u16 = 0o0010;
+const OTHERS_WRITE: u16 = 0o0022;
 
 /// How long the kernel may cache these attributes. Those of an alias have its number as the inode
 /// number, so the kernel must ask again before a program sees them.
@@ -70,7 +76,9 @@ pub(super) fn drop_set_id(
     let Some(attributes) = set_id_attributes(fs, owners, node)? else {
         return Ok(());
     };
-    if is_empty && !owns(request, &attributes) || !given_away && may_keep_set_id(request) {
+    let is_of_writer = owns(request, &attributes)
+        || attributes.permissions & OTHERS_WRITE != 0 && fs.upper_backing(node).is_some();
+    if is_empty && !is_of_writer || !given_away && may_keep_set_id(request) {
         return Ok(());
     }
     let is_member = is_in_group(request, attributes.gid);

@@ -15,7 +15,7 @@ use fuser::{
 };
 
 use super::convert::encoded;
-use super::{Answering, damaged, id, is_stats, negotiate, reply};
+use super::{Answering, FOREVER, damaged, id, is_stats, negotiate, reply};
 use crate::fs::{AccessKind, ImageFs, Node, TrustedNames};
 use crate::options::{MountOptions, Permissions};
 use crate::owners::Owners;
@@ -166,7 +166,7 @@ impl fuser::Filesystem for ReadOnly {
                     Ok(node) => attributes(node, &self.owners),
                     Err(_) => damaged(INodeNo(entry.node.0), entry.kind),
                 };
-                each(entry.name, entry.next_cookie, &attributes)
+                each(entry.name, entry.next_cookie, &attributes, FOREVER)
             })
         });
     }

@@ -73,11 +73,21 @@ pub(super) fn entry(result: Result<FileAttr, Errno>, reply: ReplyEntry) {
 
 /// Replies to a lookup.
 pub(super) fn found(result: Result<Option<FileAttr>, Errno>, reply: ReplyEntry) {
+    found_within(result, FOREVER, reply);
+}
+
+/// Replies to a lookup with attributes that the kernel may cache for `longest` at most.
+pub(super) fn found_within(
+    result: Result<Option<FileAttr>, Errno>,
+    longest: Duration,
+    reply: ReplyEntry,
+) {
     match result {
         // Node 0 tells the kernel that the name does not exist, and that it may cache this.
         Ok(found) => {
             let attributes = found.unwrap_or(NO_INODE);
-            reply.entry_with_ttls(&validity(&attributes), &FOREVER, &attributes, GENERATION);
+            let valid = validity(&attributes).min(longest);
+            reply.entry_with_ttls(&valid, &FOREVER, &attributes, GENERATION);
         }
         Err(errno) => reply.error(to_fuser(errno)),
     }
@@ -132,21 +142,21 @@ pub(super) fn listing(
     }
 }
 
-/// Receives a name, its cookie and its attributes.
-type ListPlus<'a> = &'a mut dyn FnMut(&[u8], u64, &FileAttr) -> ControlFlow<()>;
+/// Receives a name, its cookie, its attributes, and how long the kernel may cache these at most.
+type ListPlus<'a> = &'a mut dyn FnMut(&[u8], u64, &FileAttr, Duration) -> ControlFlow<()>;
 
-/// Replies to a listing with attributes. `list` passes each name with its cookie and its
-/// attributes.
+/// Replies to a listing with attributes. `list` passes the entries one by one until the reply is
+/// full.
 pub(super) fn listing_plus(
     mut reply: ReplyDirectoryPlus,
     list: impl FnOnce(ListPlus<'_>) -> Result<(), Errno>,
 ) {
-    let result = list(&mut |name, next_cookie, attributes| {
+    let result = list(&mut |name, next_cookie, attributes, longest| {
         flow(reply.add(
             attributes.ino,
             next_cookie,
             OsStr::from_bytes(name),
-            &validity(attributes),
+            &validity(attributes).min(longest),
             attributes,
             GENERATION,
         ))

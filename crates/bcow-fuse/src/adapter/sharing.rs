@@ -1,35 +1,41 @@
-//! How a mount lets the kernel read unchanged files of the image from elsewhere.
+//! How a mount lets the kernel read and write files elsewhere than in this process: *passthrough*.
 //!
-//! An inode of the kernel is read either by passthrough or by requests, never by both at a time. So
-//! the kernel gets two numbers for a file of the image: the number of the node, which is only ever
-//! opened by passthrough, and the same number with [`ALIAS`], which is only ever opened in the
-//! ordinary way. `st_ino` is always the number of the node. What a request does follows from its
-//! number and from the union; there is no state per open file.
+//! An inode of the kernel is used either by passthrough or by requests, never by both at a time. So
+//! the kernel gets two numbers for a file of the image: the number of the node, which shows the
+//! content of the image and is only ever opened by passthrough, and the same number with [`ALIAS`],
+//! which shows what the union has. `st_ino` is always the number of the node. A file that the image
+//! never shared has only the number of the node, which shows what the union has.
 //!
 //! - A lookup gives the number of the node as long as the content is unchanged, and the alias
 //!   afterwards.
 //! - An open of the node's number for reading is passthrough. Any other open of this number, or one
 //!   after a change, fails with ESTALE. The kernel then looks the path up again, and opens what
 //!   this lookup gives: the alias. It does so once per open.
+//! - The number that shows what the union has is opened by passthrough to the file of the upper
+//!   once that has all content: the union decides this at an open while no other descriptor is
+//!   open, and then all later opens are of the same kind. So the union counts the descriptors that
+//!   send requests.
 //! - All other requests mean the same with both numbers.
 //!
 //! The kernel caches attributes for each number. From the first change on, it does not cache those
 //! of the node's number, and those of the alias only while the file has one name: then no change of
 //! a name by the node's number can make them outdated. A change of attributes by the node's number
-//! makes the kernel drop those of the alias.
+//! makes the kernel drop those of the alias. After a write by passthrough, the kernel requests the
+//! times again, but not after a write to a map: see [`MAPPED`].
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bcow_erofs::reader::Nid;
 use bcow_mount::close_backing;
 use bcow_union::NodeId;
-use bcow_union::fs::{EntryPlus, ImageContent, UnionFs};
+use bcow_union::fs::{EntryPlus, ImageContent, SyncScope, UnionFs};
 use fuser::{BackingId, FileAttr, FileHandle, FopenFlags, INodeNo, OpenFlags, ReplyOpen, Request};
 use rustix::io::Errno;
 
-use super::{ALIAS, FOREVER, id, is_alias};
+use super::{ALIAS, FOREVER, GENERATION, id, is_alias};
 use crate::shared::SharedImage;
 
 /// What a mount with shared files needs, beside its union.
@@ -43,11 +49,19 @@ pub(crate) struct Sharing {
 pub(super) enum Opening {
     /// By requests to this process.
     Ordinary,
-    /// By passthrough, from the backing with this number.
-    Shared(u32),
+    /// By passthrough, to the backing with this number.
+    Passed(u32),
     /// By another number: it must look the path up again.
     Again,
 }
+
+/// The handle of a descriptor that sends requests: the union counts these.
+pub(super) const COUNTED: FileHandle = FileHandle(1);
+
+/// How long the kernel may cache the attributes of a file that programs may map for writing: the
+/// host then changes the times of the file, and the kernel does not know. With no caching, each
+/// `lseek` to the end of the file would be a request.
+const MAPPED: Duration = Duration::from_millis(10);
 
 /// What the kernel has cached for a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,8 +76,8 @@ impl Sharing {
         Sharing { image, connection }
     }
 
-    /// Closes what a process before has left over.
-    pub(super) fn begin(&self, fs: &UnionFs) {
+    /// Closes what a listing or a process before has left over.
+    pub(super) fn close_left_over(&self, fs: &UnionFs) {
         for number in fs.left_over_backings() {
             self.close(number);
         }
@@ -79,16 +93,16 @@ impl Sharing {
         let node = id(ino);
         if is_alias(ino) {
             fs.end_awaited_open(node);
-            return Ok(Opening::Ordinary);
+            return self.open_union(fs, ino, flags);
         }
         let nid = match fs.image_content(node)? {
-            ImageContent::Never => return Ok(Opening::Ordinary),
+            ImageContent::Never => return self.open_union(fs, ino, flags),
             ImageContent::Changed => return Ok(Opening::Again),
             ImageContent::Unchanged(nid) => nid,
         };
         if flags.0 & libc::O_ACCMODE == libc::O_RDONLY {
             match fs.backing(node, || self.make_backing(nid)) {
-                Ok(number) => return Ok(Opening::Shared(number)),
+                Ok(number) => return Ok(Opening::Passed(number)),
                 // So the number was never opened. The alias needs no backing.
                 Err(error) => tracing::warn!("cannot share inode {}: {error}", nid.0),
             }
@@ -98,6 +112,24 @@ impl Sharing {
         Ok(Opening::Again)
     }
 
+    /// Opens a number that shows what the union has.
+    fn open_union(&self, fs: &UnionFs, ino: INodeNo, flags: OpenFlags) -> Result<Opening, Errno> {
+        let node = id(ino);
+        let make = |file: &File| BackingId::create_raw(&self.connection, file);
+        let Some(number) = fs.open_file(node, make)? else {
+            return Ok(Opening::Ordinary);
+        };
+        if flags.0 & libc::O_ACCMODE == libc::O_RDWR {
+            fs.open_for_mapping(node);
+            self.drop_cached(ino.0, Cached::Attributes);
+        }
+        if flags.0 & libc::O_DSYNC != 0 {
+            // The host makes the written data durable, and not the names that lead to the file.
+            fs.sync(node, SyncScope::Data)?;
+        }
+        Ok(Opening::Passed(number))
+    }
+
     fn make_backing(&self, nid: Nid) -> io::Result<u32> {
         let file = self.image.open(nid)?;
         BackingId::create_raw(&self.connection, &*file)
@@ -105,7 +137,7 @@ impl Sharing {
 
     /// The kernel has forgotten references to a node.
     pub(super) fn forgotten(&self, fs: &UnionFs, node: NodeId) {
-        if let Some(number) = fs.forgotten_backing(node) {
+        for number in fs.forgotten_backings(node) {
             self.close(number);
         }
     }
@@ -130,10 +162,12 @@ impl Sharing {
     /// How long the kernel may cache the attributes of a number at most.
     pub(super) fn longest_validity(fs: &UnionFs, ino: INodeNo, attributes: &FileAttr) -> Duration {
         let is_only_one = is_alias(ino) && attributes.nlink <= 1;
-        if is_only_one || !is_changed(fs, attributes) {
-            FOREVER
-        } else {
+        if !is_only_one && is_changed(fs, attributes) {
             Duration::ZERO
+        } else if fs.may_be_mapped(id(ino)) {
+            MAPPED
+        } else {
+            FOREVER
         }
     }
 
@@ -177,15 +211,31 @@ impl Sharing {
     /// as the inode number. The answer of fuser that follows has no request any more, and the
     /// kernel ignores it.
     pub(super) fn list_alone(&self, request: &Request, name: &[u8]) {
-        let length = HEADER_BYTES + name.len();
+        self.answer(request, name);
+    }
+
+    /// Answers a CREATE: the file is opened by passthrough, for which fuser has no answer. The one
+    /// of fuser that follows is ignored, as in [`Sharing::list_alone`].
+    pub(super) fn created(
+        &self,
+        request: &Request,
+        attributes: &FileAttr,
+        valid: Duration,
+        number: u32,
+    ) {
+        self.answer(request, &created_and_passed(attributes, valid, number));
+    }
+
+    fn answer(&self, request: &Request, body: &[u8]) {
+        let length = HEADER_BYTES + body.len();
         let mut reply = Vec::with_capacity(length);
-        // The length of a listing has 32 bits.
+        // The length of a reply has 32 bits.
         reply.extend_from_slice(&(length as u32).to_ne_bytes());
         reply.extend_from_slice(&0_u32.to_ne_bytes());
         reply.extend_from_slice(&request.unique().0.to_ne_bytes());
-        reply.extend_from_slice(name);
+        reply.extend_from_slice(body);
         if let Err(errno) = rustix::io::write(&self.connection, &reply) {
-            tracing::debug!("cannot answer a listing: {errno}");
+            tracing::debug!("cannot answer a request: {errno}");
         }
     }
 }
@@ -209,13 +259,47 @@ pub(super) fn without_attributes(entry: &EntryPlus<'_>, attributes: &FileAttr) -
     listed
 }
 
-/// Replies that the kernel reads the file from the backing with this number.
+/// A new file that is opened by passthrough, as fuse_entry_out and fuse_open_out of linux/fuse.h.
+fn created_and_passed(attributes: &FileAttr, valid: Duration, number: u32) -> Vec<u8> {
+    let times = [attributes.atime, attributes.mtime, attributes.ctime]
+        .map(|time| time.duration_since(SystemTime::UNIX_EPOCH))
+        .map(|since| since.unwrap_or_default());
+    let (ino, seconds) = (attributes.ino.0, valid.as_secs());
+    let flags = FopenFlags::FOPEN_PASSTHROUGH | FopenFlags::FOPEN_NOFLUSH;
+    let entry = [
+        [ino, GENERATION.0, seconds, seconds]
+            .map(u64::to_ne_bytes)
+            .concat(),
+        [valid.subsec_nanos(); 2].map(u32::to_ne_bytes).concat(),
+        [ino, attributes.size, attributes.blocks]
+            .map(u64::to_ne_bytes)
+            .concat(),
+        times.map(|time| time.as_secs().to_ne_bytes()).concat(),
+        times.map(|time| time.subsec_nanos().to_ne_bytes()).concat(),
+        [
+            libc::S_IFREG | u32::from(attributes.perm),
+            attributes.nlink,
+            attributes.uid,
+            attributes.gid,
+            attributes.rdev,
+            attributes.blksize,
+            0,
+        ]
+        .map(u32::to_ne_bytes)
+        .concat(),
+    ];
+    let handle = 0_u64.to_ne_bytes();
+    let opened = [flags.bits(), number].map(u32::to_ne_bytes).concat();
+    [&*entry.concat(), &handle, &*opened].concat()
+}
+
+/// Replies that the kernel uses the backing with this number.
 pub(super) fn opened(number: u32, reply: ReplyOpen) {
     // SAFETY: the number is that of an open backing of this connection. `into_raw` below keeps it
     // open.
     #[allow(unsafe_code)]
     let backing = unsafe { reply.wrap_backing(number) };
-    // Nothing is written by such a file, so a close has nothing to flush.
+    // The kernel has nothing that a close would have to flush.
     reply.opened_passthrough(FileHandle(0), FopenFlags::FOPEN_NOFLUSH, &backing);
     let _ = backing.into_raw();
 }
@@ -249,5 +333,32 @@ mod tests {
         expected.extend([4_u32, 8].map(u32::to_ne_bytes).concat());
         expected.extend(b"name\0\0\0\0");
         assert_eq!(listed[128..], expected);
+    }
+
+    #[test]
+    fn a_new_file_has_its_attributes_and_the_number_of_the_backing() {
+        let attributes = FileAttr {
+            ino: INodeNo(0x1234),
+            size: 5,
+            mtime: SystemTime::UNIX_EPOCH + Duration::new(6, 7),
+            perm: 0o640,
+            nlink: 1,
+            uid: 8,
+            gid: 9,
+            ..NO_INODE
+        };
+        let reply = created_and_passed(&attributes, Duration::new(1, 2), 3);
+        let long = |at: usize| u64::from_ne_bytes(reply[at..at + 8].try_into().unwrap());
+        let short = |at: usize| u32::from_ne_bytes(reply[at..at + 4].try_into().unwrap());
+        assert_eq!(reply.len(), 128 + 16);
+        // The number, the times of validity, and the attributes from byte 40 on.
+        assert_eq!(
+            [0, 16, 24, 40, 48, 72].map(long),
+            [0x1234, 1, 1, 0x1234, 5, 6]
+        );
+        assert_eq!([32, 36, 92, 100].map(short), [2, 2, 7, 0o100640]);
+        assert_eq!([104, 108, 112, 120].map(short), [1, 8, 9, 4096]);
+        // The open file.
+        assert_eq!([136, 140].map(short), [1 << 7 | 1 << 5, 3]);
     }
 }

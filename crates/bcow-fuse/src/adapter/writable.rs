@@ -1,8 +1,8 @@
 //! The adapter of an image with an upper.
 //!
 //! Files need no open request (FUSE_NO_OPEN_SUPPORT), unless the mount shares files: each request
-//! names its node, and bcow keeps no state per open file. The kernel itself handles locks and
-//! checks permissions (`default_permissions`).
+//! names its node, and bcow keeps no state per open file (in a mount that shares files, it counts
+//! them). The kernel itself handles locks and checks permissions (`default_permissions`).
 
 use std::ffi::OsStr;
 use std::io;
@@ -11,7 +11,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bcow_union::NodeId;
 use bcow_union::fs::{Attributes, Changes, EntryPlus, New, RequestId, SyncScope, UnionFs};
@@ -121,14 +121,38 @@ impl Writable {
         }
     }
 
+    /// How long the kernel may cache the attributes of a number at most.
+    fn longest_validity(&self, ino: INodeNo, shown: &FileAttr) -> Duration {
+        match self.sharing {
+            Some(_) => Sharing::longest_validity(&self.fs, ino, shown),
+            None => FOREVER,
+        }
+    }
+
     /// Replies to a request by the number `ino`.
     fn reply_attributes(&self, ino: INodeNo, set: Result<Attributes, Errno>, reply: ReplyAttr) {
         let shown = set.map(|found| self.shown(found));
-        let longest = match (&self.sharing, &shown) {
-            (Some(_), Ok(shown)) => Sharing::longest_validity(&self.fs, ino, shown),
+        let longest = shown.as_ref();
+        let longest = longest.map_or(FOREVER, |shown| self.longest_validity(ino, shown));
+        reply::attributes_within(shown, longest, reply);
+    }
+
+    /// Replies with an entry that can be known to the kernel already.
+    fn reply_entry(&self, found: Result<Option<Attributes>, Errno>, reply: ReplyEntry) {
+        let shown = found.map(|found| found.map(|found| self.entry(found)));
+        let longest = match &shown {
+            Ok(Some(shown)) => self.longest_validity(shown.ino, shown),
             _ => FOREVER,
         };
-        reply::attributes_within(shown, longest, reply);
+        reply::found_within(shown, longest, reply);
+    }
+
+    /// How a descriptor of a new file is opened.
+    fn open_new(&self, attributes: &Attributes, flags: i32) -> Result<Option<Opening>, Errno> {
+        let open = |sharing: &Sharing| {
+            sharing.open(&self.fs, INodeNo(attributes.node.0), OpenFlags(flags))
+        };
+        self.sharing.as_ref().map(open).transpose()
     }
 
     /// A node is changed by the number `ino`.
@@ -220,7 +244,7 @@ impl fuser::Filesystem for Writable {
         let has_depth = config.set_max_stack_depth(1).is_ok();
         match &self.sharing {
             Some(sharing) if has_depth && offered.contains(InitFlags::FUSE_PASSTHROUGH) => {
-                sharing.begin(&self.fs);
+                sharing.close_left_over(&self.fs);
             }
             _ => self.sharing = None,
         }
@@ -236,18 +260,17 @@ impl fuser::Filesystem for Writable {
 
     fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _running = self.begin(request, Operation::Lookup, id(parent));
-        let found = self.fs.lookup(id(parent), name.as_bytes());
-        let shown = found.map(|found| found.map(|found| self.entry(found)));
-        reply::found(shown, reply);
+        self.reply_entry(self.fs.lookup(id(parent), name.as_bytes()), reply);
     }
 
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
         // A batch of forgets is one request, and each can free a large file.
         let _turn = self.request_threads.begin(Kind::BriefInBatch);
-        self.fs.forget(id(ino), count);
-        if let Some(sharing) = &self.sharing {
-            sharing.forgotten(&self.fs, id(ino));
-        }
+        self.fs.forget_and(id(ino), count, || {
+            if let Some(sharing) = &self.sharing {
+                sharing.forgotten(&self.fs, id(ino));
+            }
+        });
     }
 
     fn getattr(
@@ -415,7 +438,7 @@ impl fuser::Filesystem for Writable {
         let linked = self
             .fs
             .with_room(|fs| fs.link_requested(request, id(ino), parent, new_name.as_bytes()));
-        reply::entry(linked.map(|found| self.entry(found)), reply);
+        self.reply_entry(linked.map(Some), reply);
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
@@ -424,11 +447,29 @@ impl fuser::Filesystem for Writable {
         };
         let _running = self.begin(request, Operation::Open, id(ino));
         match sharing.open(&self.fs, ino, flags) {
-            Ok(Opening::Ordinary) => reply::opened(false, FopenFlags::FOPEN_KEEP_CACHE, reply),
-            Ok(Opening::Shared(number)) => sharing::opened(number, reply),
+            Ok(Opening::Ordinary) => {
+                reply.opened(sharing::COUNTED, FopenFlags::FOPEN_KEEP_CACHE);
+            }
+            Ok(Opening::Passed(number)) => sharing::opened(number, reply),
             Ok(Opening::Again) => reply.error(fuser::Errno::ESTALE),
             Err(errno) => reply.error(reply::to_fuser(errno)),
         }
+    }
+
+    fn release(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        if handle == sharing::COUNTED {
+            self.fs.closed(id(ino));
+        }
+        reply.ok();
     }
 
     fn read(
@@ -524,13 +565,17 @@ impl fuser::Filesystem for Writable {
                     return ControlFlow::Break(());
                 }
                 is_first = false;
-                each(entry.name, entry.next_cookie, &attributes)
+                let longest = self.longest_validity(attributes.ino, &attributes);
+                each(entry.name, entry.next_cookie, &attributes, longest)
             };
             let (ino, handle) = (id(ino), handle.0);
             self.fs
                 .read_directory_plus(ino, handle, cookie, &mut each)?;
-            if let (Some(sharing), Some(name)) = (&self.sharing, alone) {
-                sharing.list_alone(request, &name);
+            if let Some(sharing) = &self.sharing {
+                sharing.close_left_over(&self.fs);
+                if let Some(name) = alone {
+                    sharing.list_alone(request, &name);
+                }
             }
             Ok(())
         });
@@ -666,26 +711,31 @@ impl fuser::Filesystem for Writable {
         name: &OsStr,
         mode: u32,
         umask: u32,
-        _flags: i32,
+        flags: i32,
         reply: ReplyCreate,
     ) {
         let _running = self.begin(request, Operation::Create, id(parent));
         let made = self
             .make(request, umask, (parent, name, mode), &New::File)
             .inspect(|attributes| self.time_is_sent(attributes));
-        match made {
-            Ok(attributes) => {
-                let attributes = self.shown(attributes);
-                reply.created(
-                    &validity(&attributes),
-                    &attributes,
-                    GENERATION,
-                    FileHandle(0),
-                    FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH,
-                );
-            }
-            Err(errno) => reply.error(reply::to_fuser(errno)),
+        let made = made.and_then(|found| Ok((self.open_new(&found, flags)?, self.shown(found))));
+        let (opening, attributes) = match made {
+            Ok(made) => made,
+            Err(errno) => return reply.error(reply::to_fuser(errno)),
+        };
+        let valid = validity(&attributes).min(self.longest_validity(attributes.ino, &attributes));
+        if let (Some(sharing), Some(Opening::Passed(number))) = (&self.sharing, &opening) {
+            sharing.created(request, &attributes, valid, *number);
+            // fuser must answer, too.
+            return reply.error(fuser::Errno::EEXIST);
         }
+        reply.created(
+            &valid,
+            &attributes,
+            GENERATION,
+            opening.map_or(FileHandle(0), |_| sharing::COUNTED),
+            FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH,
+        );
     }
 
     fn fallocate(

@@ -53,6 +53,10 @@ pub struct Document {
     /// driver, and from versions without.
     #[serde(default)]
     pub share: Option<FileSharing>,
+    /// Whether the kernel reads and writes the files of the upper that need no content of the image
+    /// itself; `None` without an upper or with the kernel driver, and from versions without.
+    #[serde(default)]
+    pub passthrough: Option<FileSharing>,
     /// The trace that the process writes when the mount has ended; `None` without one.
     #[serde(default)]
     pub trace: Option<String>,
@@ -63,7 +67,7 @@ pub struct Document {
     pub operations: Vec<OperationFigures>,
 }
 
-/// Whether a mount shares the files that it has not changed.
+/// Whether the kernel uses files without requests to the process of the mount.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileSharing {
     /// Whether it does.

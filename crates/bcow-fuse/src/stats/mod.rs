@@ -149,6 +149,16 @@ impl MountStats {
         let _ = self.sharing.set(sharing);
     }
 
+    /// Whether the kernel reads and writes whole files of the upper itself; `None` without an
+    /// upper.
+    fn passthrough(&self) -> Option<FileSharing> {
+        let union = &self.union.get()?.union;
+        let shared = self.sharing.get()?.reason.clone();
+        let reason = shared.or_else(|| union.why_not_passed().map(str::to_owned));
+        let on = reason.is_none();
+        Some(FileSharing { on, reason })
+    }
+
     /// Records the disk of a mount with the kernel driver.
     pub(crate) fn set_disk(&self, disk: DiskUse) {
         // Called once per mount.
@@ -233,6 +243,7 @@ impl MountStats {
             remote: self.about.remote.as_ref().map(|report| report.0()),
             driver: self.about.driver.clone(),
             share: self.sharing.get().cloned(),
+            passthrough: self.passthrough(),
             pool: self.about.pool.clone(),
             trace: self
                 .about

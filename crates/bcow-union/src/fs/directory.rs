@@ -168,7 +168,7 @@ impl UnionFs {
             });
             if flow.is_break() {
                 if let Some(id) = held.map(|node| node.id) {
-                    self.forget(id, 1);
+                    self.take_back(id, 1);
                 }
                 break;
             }

@@ -10,6 +10,7 @@
 mod acl;
 mod attributes;
 mod background;
+mod backings;
 mod charge;
 mod content;
 mod copy_up;
@@ -122,9 +123,8 @@ pub struct UnionFs {
     unrecorded: Mutex<Vec<Arc<Node>>>,
     /// What the process before had executed and may not have answered.
     executed: resent::Executed,
-    /// Files that the kernel reads instead of nodes. The lock is held while one is made, and
-    /// acquired before those of the table and of the ledger.
-    backings: Mutex<sharing::Backings>,
+    /// Files that the kernel uses instead of nodes.
+    backings: backings::Backings,
     /// The lock is held only to add or to take nodes.
     awaited_opens: Mutex<sharing::AwaitedOpens>,
 }
@@ -219,7 +219,7 @@ impl UnionFs {
             ledger,
             unrecorded: Mutex::default(),
             executed: resent::Executed::default(),
-            backings: Mutex::default(),
+            backings: backings::Backings::default(),
             awaited_opens: Mutex::default(),
         });
         union
@@ -268,12 +268,19 @@ impl UnionFs {
 
     /// Releases `count` references that lookups and similar requests counted.
     pub fn forget(&self, id: NodeId, count: u64) {
+        self.forget_and(id, count, || ());
+    }
+
+    /// As [`UnionFs::forget`]. Calls `forgotten` if these were the last references, before the
+    /// space of a removed file is free.
+    pub fn forget_and(&self, id: NodeId, count: u64, forgotten: impl FnOnce()) {
         if id == NodeId::ROOT {
             return;
         }
         let Some(node) = self.table.release(id, count) else {
             return;
         };
+        forgotten();
         if !node.is_removed.load(Ordering::Acquire) {
             let Some(node) = self.keep_unrecorded(node) else {
                 return;

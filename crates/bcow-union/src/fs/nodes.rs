@@ -106,6 +106,10 @@ pub(super) struct Node {
     pub(super) is_queued: AtomicBool,
     /// Whether a program has opened the file for writing, in a mount that shares files.
     pub(super) was_opened_for_writing: AtomicBool,
+    /// The number of open descriptors that send requests, in a mount that shares files.
+    pub(super) open_by_requests: AtomicU64,
+    /// Whether a program may write to the file by a map that sends no request.
+    pub(super) may_be_mapped: AtomicBool,
     /// Whether the file is large enough in the image to be shared, once that was looked up.
     pub(super) is_large: OnceLock<bool>,
     /// Cached target of this symbolic link, so that the host's access time of the link does not
@@ -289,6 +293,8 @@ impl Node {
             sync_failed: OnceLock::new(),
             is_queued: AtomicBool::new(false),
             was_opened_for_writing: AtomicBool::new(false),
+            open_by_requests: AtomicU64::new(0),
+            may_be_mapped: AtomicBool::new(false),
             is_large: OnceLock::new(),
             target: OnceLock::new(),
             entry: OnceLock::new(),

@@ -14,6 +14,7 @@ use bcow_erofs::reader::{FileType, Nid};
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
+use super::backings::UNKNOWN_OPENS;
 use super::lookup::{UPPER_ONLY, index_name};
 use super::nodes::{Content, HostPlace, Node, NodeState, Upper};
 use super::orphans::{self, orphan_name};
@@ -205,6 +206,9 @@ impl Restoring<'_> {
         if record.flags.contains(Flags::SYNC_FAILED) {
             let _ = node.sync_failed.set(Errno::IO);
         }
+        // Only a count that begins with no descriptor can be right.
+        node.open_by_requests
+            .store(UNKNOWN_OPENS, Ordering::Release);
         let was_opened = record.flags.contains(Flags::OPENED_FOR_WRITING);
         node.was_opened_for_writing
             .store(was_opened, Ordering::Release);

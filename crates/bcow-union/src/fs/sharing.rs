@@ -2,15 +2,13 @@
 //!
 //! All mounts of an image that a process serves can share one page cache for the files that they
 //! have not changed. The kernel then reads such a file by *passthrough*, from a *backing* that the
-//! adapter registers once per node. This module says which files that can be, and keeps the numbers
-//! of their backings for a process that takes the mount over.
+//! adapter registers once per node ([`super::backings`]). This module says which files that can be.
 //!
 //! The state of a file only goes from unchanged to changed, for as long as the kernel holds its
 //! node. An open for writing counts as a change: the kernel writes a shared mapping back long after
 //! the program has changed it.
 
 use std::collections::HashMap;
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -22,7 +20,7 @@ use super::UnionFs;
 use super::nodes::{Content, Node, Upper};
 use crate::Seek;
 use crate::image::Image;
-use crate::ledger::{BackingEntry, Flags};
+use crate::ledger::Flags;
 use crate::node::NodeId;
 
 /// The smallest file that is shared, in bytes. A file that programs write after others have opened
@@ -50,22 +48,6 @@ const AWAITED_FOR: Duration = Duration::from_secs(30);
 /// before it looks the path up again, and the lookup must know of the first attempt.
 #[derive(Debug, Default)]
 pub(super) struct AwaitedOpens(HashMap<NodeId, (Arc<Node>, Instant)>);
-
-/// The backings of the nodes that the kernel reads by passthrough.
-#[derive(Debug, Default)]
-pub(super) struct Backings {
-    known: HashMap<NodeId, Backing>,
-    /// Those of the process before, of nodes that the kernel has forgotten.
-    left_over: Vec<u32>,
-}
-
-#[derive(Debug)]
-struct Backing {
-    /// The number that the kernel gave.
-    number: u32,
-    /// Dropped before the kernel may give the number to another file.
-    _entry: Option<BackingEntry>,
-}
 
 impl UnionFs {
     /// The image. Its error log is that of the union.
@@ -124,57 +106,6 @@ impl UnionFs {
         let awaited = self.awaited_opens.lock().0.remove(&id);
         if let Some((node, _)) = awaited {
             self.table.drop_node(node);
-        }
-    }
-
-    /// The number of the node's backing; `make` makes a missing one. The kernel requires that all
-    /// open files of an inode have the same one.
-    pub fn backing(&self, id: NodeId, make: impl FnOnce() -> io::Result<u32>) -> io::Result<u32> {
-        let mut backings = self.backings.lock();
-        if let Some(backing) = backings.known.get(&id) {
-            return Ok(backing.number);
-        }
-        let number = make()?;
-        backings.known.insert(id, self.recorded(id, number));
-        Ok(number)
-    }
-
-    fn recorded(&self, id: NodeId, number: u32) -> Backing {
-        let ledger = self.ledger.as_ref();
-        Backing {
-            number,
-            _entry: ledger.map(|ledger| BackingEntry::new(ledger, id.0, number)),
-        }
-    }
-
-    /// After [`UnionFs::forget`]: the number of the node's backing, if the kernel holds the node no
-    /// more. The caller closes the backing.
-    pub fn forgotten_backing(&self, id: NodeId) -> Option<u32> {
-        let mut backings = self.backings.lock();
-        // A lookup is counted before the open that follows it. So an open finds the backing here
-        // only if the node is held.
-        if self.table.is_held(id) {
-            return None;
-        }
-        backings.known.remove(&id).map(|backing| backing.number)
-    }
-
-    /// The backings of nodes that the kernel forgot before this process took the mount over. The
-    /// caller closes them.
-    pub fn left_over_backings(&self) -> Vec<u32> {
-        std::mem::take(&mut self.backings.lock().left_over)
-    }
-
-    /// Takes over the backings of the process before.
-    pub(super) fn restore_backings(&self, inherited: HashMap<u64, u32>) {
-        let mut backings = self.backings.lock();
-        for (id, number) in inherited {
-            let id = NodeId(id);
-            if self.table.is_held(id) {
-                backings.known.insert(id, self.recorded(id, number));
-            } else {
-                backings.left_over.push(number);
-            }
         }
     }
 

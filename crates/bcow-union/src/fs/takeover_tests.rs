@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::resent::{New, RequestId};
 use super::tests::{BIG, BLOCK, Fixture, ROOT, plain, sized};
-use super::{Attributes, ImageContent, RenameMode, SHARED_BYTES, SyncScope, XattrMode};
+use super::{Attributes, Changes, ImageContent, RenameMode, SHARED_BYTES, SyncScope, XattrMode};
 use crate::node::NodeId;
 use crate::options::{SyncPolicy, UnionOptions};
 
@@ -155,7 +155,7 @@ fn backings_stay_as_long_as_the_kernel_holds_their_nodes() {
     let full = || Err(std::io::ErrorKind::OutOfMemory.into());
     let many = fixture.get("many").node;
     fixture.fs().backing(many, full).unwrap_err();
-    assert_eq!(fixture.fs().forgotten_backing(other), None);
+    assert!(fixture.fs().forgotten_backings(other).is_empty());
     fixture.fs().forget(other, 1);
     // The process ends before it closes the backing.
     fixture.take_over();
@@ -163,9 +163,89 @@ fn backings_stay_as_long_as_the_kernel_holds_their_nodes() {
     assert!(fixture.fs().left_over_backings().is_empty());
     assert_eq!(fixture.fs().backing(big, none).unwrap(), 7);
     fixture.fs().forget(big, 1);
-    assert_eq!(fixture.fs().forgotten_backing(big), Some(7));
+    assert_eq!(fixture.fs().forgotten_backings(big), [7]);
     fixture.take_over();
     assert!(fixture.fs().left_over_backings().is_empty());
+}
+
+#[test]
+fn whole_files_of_the_upper_become_backings_while_no_descriptor_sends_requests() {
+    let Some(mut fixture) = open() else { return };
+    let none = |_: &fs::File| panic!("not now");
+    let new = create(&fixture, NodeId::ROOT, "new");
+    let open = |fixture: &Fixture, id, number| fixture.fs().open_file(id, |_| Ok(number)).unwrap();
+    assert_eq!(open(&fixture, new, 5), Some(5));
+    assert_eq!(fixture.fs().open_file(new, none).unwrap(), Some(5));
+    assert_eq!(fixture.fs().upper_backing(new), Some(5));
+    // In the image, then in a batch, then whole.
+    let small = fixture.get("a").node;
+    assert_eq!(fixture.fs().open_file(small, none).unwrap(), None);
+    fixture.write(small, 0, b"written");
+    assert_eq!(fixture.fs().open_file(small, none).unwrap(), None);
+    fixture.fs().sync(small, SyncScope::All).unwrap();
+    for _ in 0..3 {
+        assert_eq!(fixture.fs().open_file(small, none).unwrap(), None);
+        fixture.fs().closed(small);
+    }
+    fixture.fs().closed(small);
+    fixture.fs().closed(small);
+    let full = |_: &fs::File| Err(std::io::ErrorKind::OutOfMemory.into());
+    assert_eq!(fixture.fs().open_file(small, full).unwrap(), None);
+    fixture.fs().closed(small);
+    assert_eq!(open(&fixture, small, 6), Some(6));
+    // A partial file.
+    let big = fixture.get("big").node;
+    fixture.write(big, 0, b"written");
+    assert_eq!(fixture.fs().open_file(big, none).unwrap(), None);
+    // Truncated to nothing, and not durable.
+    let other = fixture.get("h1").node;
+    fixture
+        .fs()
+        .set_attributes(
+            other,
+            &Changes {
+                size: Some(0),
+                ..Changes::default()
+            },
+        )
+        .unwrap();
+    assert_eq!(fixture.fs().open_file(other, none).unwrap(), None);
+    // The next process does not know which descriptors the kernel has.
+    let unopened = create(&fixture, NodeId::ROOT, "unopened");
+    assert!(!fixture.fs().may_be_mapped(new));
+    fixture.take_over();
+    assert_eq!(fixture.fs().open_file(new, none).unwrap(), Some(5));
+    assert!(fixture.fs().may_be_mapped(new));
+    assert_eq!(fixture.fs().open_file(small, none).unwrap(), Some(6));
+    assert_eq!(fixture.fs().open_file(unopened, none).unwrap(), None);
+    fixture.fs().closed(unopened);
+    assert_eq!(fixture.fs().open_file(unopened, none).unwrap(), None);
+    // Both backings of a node that the kernel has forgotten.
+    assert_eq!(fixture.fs().backing(new, || Ok(7)).unwrap(), 7);
+    let mut closed = Vec::new();
+    fixture
+        .fs()
+        .forget_and(new, 1, || closed = fixture.fs().forgotten_backings(new));
+    assert_eq!(closed, [7, 5]);
+    assert_eq!(fixture.fs().upper_backing(new), None);
+    assert_eq!(fixture.get("new").node, new);
+    fixture.fs().table.purge();
+    assert_eq!(open(&fixture, new, 8), Some(8));
+}
+
+#[test]
+fn an_upper_with_a_limit_has_no_backings() {
+    let limited = UnionOptions {
+        size_limit: Some(1 << 30),
+        ..options()
+    };
+    let Some(fixture) = Fixture::new(limited) else {
+        return;
+    };
+    let new = create(&fixture, NodeId::ROOT, "new");
+    let none = |_: &fs::File| panic!("each write must be counted");
+    assert_eq!(fixture.fs().open_file(new, none).unwrap(), None);
+    assert!(fixture.fs().why_not_passed().is_some());
 }
 
 #[test]

@@ -41,7 +41,7 @@ use node::Cells;
 
 pub use backing::BackingEntry;
 pub use changes::Pass;
-pub use node::{Flags, LedgerEntry, NodeRecord, Placing};
+pub use node::{BackingKind, BackingRecord, Flags, LedgerEntry, NodeRecord, Placing};
 
 /// The version of the layout. A process refuses other versions.
 const VERSION: u64 = 1;
@@ -79,8 +79,8 @@ pub struct Inherited {
     pub written: HashMap<u64, Vec<Range<u64>>>,
     /// Numbers of the requests whose exchange of two names was executed.
     pub exchanges: HashSet<u64>,
-    /// The numbers of the files that the kernel reads instead of nodes, by node id.
-    pub backings: HashMap<u64, u32>,
+    /// The files that the kernel reads instead of nodes.
+    pub backings: Vec<BackingRecord>,
 }
 
 impl Ledger {

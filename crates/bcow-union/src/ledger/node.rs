@@ -1,6 +1,5 @@
-//! Records of nodes.
+//! Records of nodes, and the reader of all records.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -68,6 +67,25 @@ pub struct NodeRecord {
     pub name: Box<[u8]>,
     /// Whether only the place is valid: a place that the node may have.
     pub is_place: bool,
+}
+
+/// What a backing is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BackingKind {
+    /// A file with the content of the image.
+    Image,
+    /// The node's file in the upper.
+    Upper,
+}
+
+/// The backing of a node in the ledger of a process that has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BackingRecord {
+    /// The node id.
+    pub node: u64,
+    pub kind: BackingKind,
+    /// The number that the kernel gave.
+    pub number: u32,
 }
 
 /// The free cells.
@@ -284,13 +302,25 @@ impl Ledger {
     }
 }
 
-/// The records of nodes, and the numbers of backings by node id.
-pub(super) type Records = (Vec<NodeRecord>, HashMap<u64, u32>);
+impl BackingRecord {
+    /// The record in a cell with [`TAG_BACKING`].
+    fn of_cell(cell: &[u8]) -> Self {
+        BackingRecord {
+            node: u64_at(cell, 8),
+            kind: if cell[2] == 0 { BackingKind::Image } else { BackingKind::Upper },
+            // The number has 32 bits.
+            number: u64_at(cell, 16) as u32,
+        }
+    }
+}
+
+/// The records of nodes and of backings.
+pub(super) type Records = (Vec<NodeRecord>, Vec<BackingRecord>);
 
 pub(super) fn read_all(file: &File, start: u64) -> io::Result<Records> {
     let mut bytes = vec![0; (file.metadata()?.len().saturating_sub(start)) as usize];
     file.read_exact_at(&mut bytes, start)?;
-    let (mut records, mut backings) = (Vec::new(), HashMap::new());
+    let (mut records, mut backings) = (Vec::new(), Vec::new());
     let mut at = 0;
     while at + CELL_BYTES as usize <= bytes.len() {
         let cell = &bytes[at..];
@@ -302,8 +332,7 @@ pub(super) fn read_all(file: &File, start: u64) -> io::Result<Records> {
         };
         let end = at + (size * CELL_BYTES) as usize;
         if cell[0] == TAG_BACKING {
-            // The number has 32 bits.
-            backings.insert(u64_at(cell, 8), u64_at(cell, 16) as u32);
+            backings.push(BackingRecord::of_cell(cell));
         }
         if matches!(cell[0], TAG_NODE | TAG_PLACE) {
             let length = usize::from(u16::from_le_bytes([cell[4], cell[5]]));

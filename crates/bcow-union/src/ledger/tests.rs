@@ -187,15 +187,17 @@ fn entries_can_be_changed_from_several_threads() {
 #[test]
 fn backings_come_back_until_they_are_dropped() {
     let ledger = Ledger::new(0).unwrap();
-    let first = BackingEntry::new(&ledger, 7, 70);
+    let backing = |node, kind, number| BackingRecord { node, kind, number };
+    let records = [
+        backing(7, BackingKind::Image, 70),
+        backing(9, BackingKind::Upper, u32::MAX),
+    ];
+    let first = BackingEntry::new(&ledger, records[0]);
     let entry = LedgerEntry::new(&ledger, record(8, b"name"));
-    let second = BackingEntry::new(&ledger, 9, u32::MAX);
-    assert_eq!(
-        read(&ledger).backings,
-        HashMap::from([(7, 70), (9, u32::MAX)])
-    );
+    let second = BackingEntry::new(&ledger, records[1]);
+    assert_eq!(read(&ledger).backings, records);
     drop(first);
-    assert_eq!(read(&ledger).backings, HashMap::from([(9, u32::MAX)]));
+    assert_eq!(read(&ledger).backings, records[1..]);
     // A record of a node takes the free cell.
     let other = LedgerEntry::new(&ledger, record(10, b""));
     assert_eq!(nodes(&ledger), [record(8, b"name"), record(10, b"")]);

@@ -1,0 +1,237 @@
+//! Files that the kernel reads, and may write, instead of sending requests.
+//!
+//! The adapter registers such a file with the kernel, as the *backing* of a node, and the kernel
+//! gives it a number. A node can have two: a file with the content of the image, for the
+//! descriptors of unchanged files ([`super::sharing`]), and its file in the upper, if that has all
+//! its content. This module has the numbers, also for a process that takes the mount over.
+//!
+//! The kernel requires that all descriptors of one of its inodes are of the same kind: they have
+//! the same backing, or send requests. So a file of the upper becomes a backing at an open while no
+//! other descriptor is open. From then on all descriptors have it, until the kernel forgets the
+//! node.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::FileType;
+use parking_lot::Mutex;
+use rustix::io::Errno;
+
+use super::UnionFs;
+use super::nodes::{Content, Node};
+use super::plain::plain_file;
+use super::types::Attributes;
+use crate::ledger::{BackingEntry, BackingKind, BackingRecord};
+use crate::node::NodeId;
+use crate::options::SyncPolicy;
+
+/// Set-user-ID and set-group-ID.
+const SET_ID: u16 = 0o6000;
+
+/// The number of descriptors of a node that this process took over: unknown, so more than the
+/// kernel closes.
+pub(super) const UNKNOWN_OPENS: u64 = 1 << 32;
+
+/// The backings of nodes that the kernel holds.
+///
+/// A lock is held while a backing is made, and acquired before those of the table and of the
+/// ledger.
+#[derive(Debug, Default)]
+pub(super) struct Backings {
+    of_image: Mutex<HashMap<NodeId, Backing>>,
+    of_upper: Mutex<HashMap<NodeId, Backing>>,
+    /// Those of nodes that the kernel has forgotten, which the adapter does not know.
+    left_over: Mutex<Vec<u32>>,
+}
+
+#[derive(Debug)]
+struct Backing {
+    /// The number that the kernel gave.
+    number: u32,
+    /// Dropped before the kernel may give the number to another file.
+    _entry: Option<BackingEntry>,
+}
+
+impl Backings {
+    fn of(&self, kind: BackingKind) -> &Mutex<HashMap<NodeId, Backing>> {
+        match kind {
+            BackingKind::Image => &self.of_image,
+            BackingKind::Upper => &self.of_upper,
+        }
+    }
+}
+
+impl UnionFs {
+    /// The number of the backing with the content of the image; `make` makes a missing one.
+    pub fn backing(&self, id: NodeId, make: impl FnOnce() -> io::Result<u32>) -> io::Result<u32> {
+        let mut backings = self.backings.of_image.lock();
+        if let Some(backing) = backings.get(&id) {
+            return Ok(backing.number);
+        }
+        let number = make()?;
+        backings.insert(id, self.recorded(id, BackingKind::Image, number));
+        Ok(number)
+    }
+
+    /// Opens a file for a program. Gives the number of its backing if the kernel shall use the file
+    /// of the upper; `make` makes a missing one. Otherwise the descriptor sends requests, and
+    /// [`UnionFs::closed`] tells its end.
+    pub fn open_file(
+        &self,
+        id: NodeId,
+        make: impl FnOnce(&File) -> io::Result<u32>,
+    ) -> Result<Option<u32>, Errno> {
+        if let Some(number) = self.upper_backing(id) {
+            return Ok(Some(number));
+        }
+        let node = self.node(id)?;
+        // Before the lock: this can wait for the host.
+        let whole = self.whole_file(&node);
+        let mut backings = self.backings.of_upper.lock();
+        if let Some(backing) = backings.get(&id) {
+            return Ok(Some(backing.number));
+        }
+        if let Some(file) = whole
+            && node.open_by_requests.load(Ordering::Acquire) == 0
+        {
+            match make(&file) {
+                Ok(number) => {
+                    backings.insert(id, self.recorded(id, BackingKind::Upper, number));
+                    return Ok(Some(number));
+                }
+                Err(error) => {
+                    tracing::debug!("the kernel does not use the file of node {}: {error}", id.0);
+                }
+            }
+        }
+        node.open_by_requests.fetch_add(1, Ordering::AcqRel);
+        Ok(None)
+    }
+
+    /// A descriptor that sent requests was closed.
+    pub fn closed(&self, id: NodeId) {
+        if let Some(node) = self.table.get(id) {
+            let less = |count: u64| count.checked_sub(1);
+            let _ = node
+                .open_by_requests
+                .fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
+        }
+    }
+
+    /// The number of the node's file in the upper, if all descriptors have it as their backing.
+    pub fn upper_backing(&self, id: NodeId) -> Option<u32> {
+        let backings = self.backings.of_upper.lock();
+        backings.get(&id).map(|backing| backing.number)
+    }
+
+    /// Why the kernel uses no files of the upper itself; `None` if it may.
+    pub fn why_not_passed(&self) -> Option<&'static str> {
+        // Only this process counts what is written.
+        self.account.is_limited().then_some("the upper has a limit")
+    }
+
+    /// The file of the upper that has all content of a node; `None` if there is no such file, or if
+    /// the kernel may not use it itself.
+    fn whole_file(&self, node: &Node) -> Option<Arc<File>> {
+        if node.kind != FileType::Regular || self.why_not_passed().is_some() {
+            return None;
+        }
+        {
+            let state = node.read_state();
+            let upper = state.upper.as_ref()?;
+            // The metacopy mark of a file in the batch is cleared later, which must not hide a
+            // change of its times by a program. The host must not make content durable before it is
+            // durable that the content is not in the image.
+            let is_marked = node.lower.is_some() && node.name_is_new.load(Ordering::Acquire);
+            let is_volatile = self.options.sync == SyncPolicy::Volatile;
+            if upper.needs_image || upper.in_batch || is_marked && !is_volatile {
+                return None;
+            }
+        }
+        // The kernel does not say which writer must lose the bits.
+        let is_set_id = |found: Attributes| found.permissions & SET_ID != 0;
+        if node.may_be_privileged.load(Ordering::Acquire)
+            && self.attributes_of(node).is_ok_and(is_set_id)
+        {
+            return None;
+        }
+        // A read or write meets an error again.
+        let state = self.known_content(node).ok()?;
+        match &state.content {
+            Content::Plain => plain_file(&state).ok(),
+            _ => None,
+        }
+    }
+
+    /// Records that a program can map the file and write to the map, which sends no request.
+    pub fn open_for_mapping(&self, id: NodeId) {
+        if let Some(node) = self.table.get(id) {
+            node.may_be_mapped.store(true, Ordering::Release);
+        }
+    }
+
+    /// Whether a program may write to the file by a map that sends no request.
+    pub fn may_be_mapped(&self, id: NodeId) -> bool {
+        let node = self.table.get(id);
+        node.is_some_and(|node| node.may_be_mapped.load(Ordering::Acquire))
+    }
+
+    fn recorded(&self, id: NodeId, kind: BackingKind, number: u32) -> Backing {
+        let node = id.0;
+        let record = BackingRecord { node, kind, number };
+        let ledger = self.ledger.as_ref();
+        Backing {
+            number,
+            _entry: ledger.map(|ledger| BackingEntry::new(ledger, record)),
+        }
+    }
+
+    /// After the kernel has released references to a node: the numbers of the node's backings, if
+    /// the kernel holds the node no more. The caller closes the backings.
+    pub fn forgotten_backings(&self, id: NodeId) -> Vec<u32> {
+        let forgotten = [BackingKind::Image, BackingKind::Upper].into_iter();
+        let numbers = forgotten.filter_map(|kind| {
+            let mut backings = self.backings.of(kind).lock();
+            // A lookup is counted before the open that follows it. So an open finds the backing
+            // here only if the node is held.
+            if self.table.is_held(id) {
+                return None;
+            }
+            backings.remove(&id).map(|backing| backing.number)
+        });
+        numbers.collect()
+    }
+
+    /// As [`UnionFs::forget`], for references that the kernel does not get.
+    pub(super) fn take_back(&self, id: NodeId, count: u64) {
+        self.forget_and(id, count, || {
+            let forgotten = self.forgotten_backings(id);
+            self.backings.left_over.lock().extend(forgotten);
+        });
+    }
+
+    /// The backings of nodes that the kernel has forgotten during a listing, or before this process
+    /// took the mount over. The caller closes them.
+    pub fn left_over_backings(&self) -> Vec<u32> {
+        std::mem::take(&mut *self.backings.left_over.lock())
+    }
+
+    /// Takes over the backings of the process before.
+    pub(super) fn restore_backings(&self, inherited: Vec<BackingRecord>) {
+        for BackingRecord { node, kind, number } in inherited {
+            let id = NodeId(node);
+            if self.table.is_held(id) {
+                let backing = self.recorded(id, kind, number);
+                self.backings.of(kind).lock().insert(id, backing);
+                if kind == BackingKind::Upper {
+                    self.open_for_mapping(id);
+                }
+            } else {
+                self.backings.left_over.lock().push(number);
+            }
+        }
+    }
+}
