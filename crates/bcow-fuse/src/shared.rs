@@ -33,8 +33,8 @@ use crate::takeover::{self, duplicate};
 pub use slots::ImageKey;
 use slots::{SharedFile, Slots};
 
-/// Hidden files that stay open, at most: a program of an image reads some hundreds of its files when
-/// it starts.
+/// Hidden files that stay open, at most: a program of an image reads some hundreds of its files
+/// when it starts.
 const OPEN_FILES: usize = 1024;
 
 /// What the process does outside of this crate for the files that its mounts share.

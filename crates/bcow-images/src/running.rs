@@ -8,7 +8,7 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -378,9 +378,7 @@ fn server(pid: u32, memory: (u32, u32)) -> Option<Server> {
     let descriptors = std::fs::read_dir(process.join("fd")).ok()?;
     let services = descriptors
         .flatten()
-        .filter(|entry| {
-            std::fs::read_link(entry.path()).is_ok_and(|link| link.as_os_str() == OsStr::new(LINK))
-        })
+        .filter(|entry| is_own_list(&entry.path()))
         .find_map(|entry| read(&entry.path(), memory).ok())?;
     let namespace = |process: &Path| std::fs::read_link(process.join("ns/mnt")).ok();
     Some(Server {
@@ -390,6 +388,16 @@ fn server(pid: u32, memory: (u32, u32)) -> Option<Server> {
         is_in_other_namespace: namespace(&process) != namespace(Path::new("/proc/self")),
         services,
     })
+}
+
+/// Whether a descriptor in /proc/PID/fd is that by which a process has published its list. A
+/// process that reads the list of another one has it open too, but for reading only. The mode of
+/// the link shows that (proc_pid_fd(5)).
+fn is_own_list(descriptor: &Path) -> bool {
+    let is_list =
+        std::fs::read_link(descriptor).is_ok_and(|link| link.as_os_str() == OsStr::new(LINK));
+    let is_writable = |link: Metadata| link.mode() & 0o200 != 0;
+    is_list && std::fs::symlink_metadata(descriptor).is_ok_and(is_writable)
 }
 
 /// Reads a memory file that a hostile process may have forged. It opens nothing else, so it cannot
@@ -445,6 +453,21 @@ mod tests {
     fn place(published: &Published) -> PathBuf {
         let descriptor = published._file.as_raw_fd();
         format!("/proc/{}/fd/{descriptor}", std::process::id()).into()
+    }
+
+    #[test]
+    fn a_process_that_reads_the_list_of_another_one_does_not_serve_it() {
+        let published = publish(vec![service()]).unwrap();
+        let place = place(&published);
+        assert!(is_own_list(&place));
+        let reader = File::open(&place).unwrap();
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let examiner = rustix::fs::open(&place, flags, Mode::empty()).unwrap();
+        for descriptor in [reader.as_raw_fd(), examiner.as_raw_fd()] {
+            let place = place.with_file_name(descriptor.to_string());
+            assert_eq!(std::fs::read_link(&place).unwrap(), Path::new(LINK));
+            assert!(!is_own_list(&place));
+        }
     }
 
     #[test]
