@@ -483,6 +483,7 @@ class Live(Snapshots):
 
     @promise("Only the user of a serving process, and root, can ask it for a snapshot.")
     def test_other_users_cannot_ask_for_a_snapshot(self):
+        need(root=True)
         with served("vm.bcow", "--socket", "s") as server:
             with open("/proc/net/unix") as sockets:
                 name = re.search(rf"@(bcow-serve-{server.process.pid}-\d+)", sockets.read())[1]
