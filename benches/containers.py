@@ -287,25 +287,30 @@ def processes(bcow):
     return found
 
 
-def many(options, network):
-    rows = []
+def nodes(options):
+    """A node for each number of containers and each subject, with the image."""
     for count in options.containers:
-        reference = None
         for subject in options.subjects:
             with Node.started(subject, "whole") as node:
                 node.pull()
                 drop_caches()
-                before, begun = busy(), time.monotonic()
-                for number in range(count):
-                    node.run_in(number, "/bin/sleep", "1000000", options=("--detach",))
-                seconds, cpu = time.monotonic() - begun, busy() - before
-                serving = processes(options.bcow)
-                memory = sum(map(pss, serving)) / MIB / count
-                reference = reference or seconds
-                rows.append([str(count), NAMES[subject], f"{seconds:.2f}",
-                             f"{seconds / count * 1e3:.0f}", f"{seconds / reference:.2f}",
-                             f"{cpu:.1f}", f"{memory:.2f}" if serving else "0"])
-                print(" | ".join(rows[-1]), file=sys.stderr)
+                yield count, node
+
+
+def many(options, network):
+    rows, references = [], {}
+    for count, node in nodes(options):
+        before, begun = busy(), time.monotonic()
+        for number in range(count):
+            node.run_in(number, "/bin/sleep", "1000000", options=("--detach",))
+        seconds, cpu = time.monotonic() - begun, busy() - before
+        serving = processes(options.bcow)
+        memory = sum(map(pss, serving)) / MIB / count
+        reference = references.setdefault(count, seconds)
+        rows.append([str(count), NAMES[node.subject], f"{seconds:.2f}",
+                     f"{seconds / count * 1e3:.0f}", f"{seconds / reference:.2f}",
+                     f"{cpu:.1f}", f"{memory:.2f}" if serving else "0"])
+        print(" | ".join(rows[-1]), file=sys.stderr)
     table("### Containers of one image", ["containers", "", "until all are up, s", "ms each",
                                           f"/ {options.subjects[0]}", "CPU, s",
                                           "PSS of bcow for each, MiB"], rows)
@@ -319,32 +324,27 @@ def used():
 
 
 def dense(options, network):
-    rows = []
-    for count in options.containers:
-        reference = None
-        for subject in options.subjects:
-            with Node.started(subject, "whole") as node:
-                node.pull()
-                ready = pathlib.Path(node.place, "ready")
-                ready.mkdir()
-                mount = f"type=bind,src={ready},dst=/mnt,options=rbind:rw"
-                drop_caches()
-                before, begun = used(), time.monotonic()
-                for number in range(count):
-                    node.run_in(number, "/usr/bin/python3", "-c", USER, f"/mnt/{number}",
-                                options=("--detach", "--mount", mount))
-                up = time.monotonic() - begun
-                while len(os.listdir(ready)) < count:
-                    time.sleep(0.01)
-                seconds, memory = time.monotonic() - begun, (used() - before) / MIB
-                time.sleep(30)
-                rest = (used() - before) / MIB
-                reference = reference or (seconds, memory, rest)
-                rows.append([str(count), NAMES[subject], f"{up:.2f}", f"{seconds:.2f}",
-                             f"{seconds / reference[0]:.2f}", f"{memory:.0f}",
-                             f"{memory / reference[1]:.2f}", f"{rest:.0f}",
-                             f"{rest / reference[2]:.2f}"])
-                print(" | ".join(rows[-1]), file=sys.stderr)
+    rows, references = [], {}
+    for count, node in nodes(options):
+        ready = pathlib.Path(node.place, "ready")
+        ready.mkdir()
+        mount = f"type=bind,src={ready},dst=/mnt,options=rbind:rw"
+        before, begun = used(), time.monotonic()
+        for number in range(count):
+            node.run_in(number, "/usr/bin/python3", "-c", USER, f"/mnt/{number}",
+                        options=("--detach", "--mount", mount))
+        up = time.monotonic() - begun
+        while len(os.listdir(ready)) < count:
+            time.sleep(0.01)
+        seconds, memory = time.monotonic() - begun, (used() - before) / MIB
+        time.sleep(30)
+        rest = (used() - before) / MIB
+        figures = (seconds, memory, rest)
+        ratios = [f"{one / other:.2f}"
+                  for one, other in zip(figures, references.setdefault(count, figures))]
+        rows.append([str(count), NAMES[node.subject], f"{up:.2f}", f"{seconds:.2f}", ratios[0],
+                     f"{memory:.0f}", ratios[1], f"{rest:.0f}", ratios[2]])
+        print(" | ".join(rows[-1]), file=sys.stderr)
     first = options.subjects[0]
     table("### Containers that import numpy and map 100 MB",
           ["containers", "", "until all are up, s", "until all have read, s", f"/ {first}",

@@ -14,13 +14,12 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import threading
 import time
 
 import test_pool
 from promises import promise
 from support import UNPRIVILEGED, bcow, is_mounted, read_bytes, run, until, write_file
-from test_share import LARGE, SMALL, STEPS, ShareCase
+from test_share import LARGE, SMALL, STEPS, Background, ShareCase
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -433,15 +432,8 @@ class Whole(WholeCase):
         self.stop()
 
 
-class Writer:
-    """A program that appends to a file, writes to a map of it, and makes others, until the end of
-    the context."""
-
-    def __init__(self, where):
-        self.where = where
-        self.failure, self.rounds = None, 0
-        self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
+class Writer(Background):
+    """A program that appends to a file, writes to a map of it, and makes others."""
 
     def run(self):
         try:
@@ -485,18 +477,6 @@ class Writer:
             os.close(nameless)
         except (OSError, AssertionError) as failure:
             self.failure = failure
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.is_over.set()
-        self.thread.join(test_pool.TIMEOUT)
-
-    def goes_on(self):
-        target = self.rounds + 5
-        until(lambda: self.rounds >= target or self.failure, "the program goes on")
 
 
 class Takeovers(WholeCase):

@@ -591,17 +591,42 @@ class Sharing(ShareCase):
         self.stop()
 
 
-class Worker:
-    """A program that reads, maps and changes files of a mount until the end of the context."""
+class Background:
+    """A program in a thread until the end of the context. `run` counts its rounds, and keeps what
+    fails."""
 
-    def __init__(self, where, data):
-        self.where, self.data = where, data
+    def __init__(self, where):
+        self.where = where
         self.failure, self.rounds = None, 0
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
 
+    def run(self):
+        raise NotImplementedError
+
     def at(self, name):
         return os.path.join(self.where, name)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.is_over.set()
+        self.thread.join(test_pool.TIMEOUT)
+        assert not self.thread.is_alive(), "the program hangs"
+
+    def goes_on(self):
+        target = self.rounds + 2
+        until(lambda: self.rounds >= target or self.failure, "the program goes on")
+
+
+class Worker(Background):
+    """A program that reads, maps and changes files of a mount."""
+
+    def __init__(self, where, data):
+        super().__init__(where)
+        self.data = data
 
     def run(self):
         try:
@@ -631,18 +656,6 @@ class Worker:
                 self.rounds += 1
         except (OSError, AssertionError) as failure:
             self.failure = failure
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.is_over.set()
-        self.thread.join(test_pool.TIMEOUT)
-
-    def goes_on(self):
-        target = self.rounds + 2
-        until(lambda: self.rounds >= target or self.failure, "the program goes on")
 
 
 def drop_caches():

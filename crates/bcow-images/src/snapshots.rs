@@ -94,7 +94,7 @@ pub fn is_snapshot(path: &Path) -> bool {
 pub fn disks_over(beside: &Path) -> Result<BTreeMap<String, Vec<PathBuf>>, CommandError> {
     let mut over: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
     for path in files_beside(beside)? {
-        // A file that this user may not read is no disk of this user.
+        // A file that this user may not read is not a disk of this user.
         let backing = File::open(&path).ok().and_then(backing_of);
         if let Some(BackingName::FileName { name, .. }) = backing.map(|entry| entry.name) {
             over.entry(name).or_default().push(path);
