@@ -116,6 +116,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let options = OpenOptions::default();
     let open = |name| backing(name, args.by_digest, path, &args.stores, &options);
     let backing = args.backing.as_ref().map(open).transpose()?;
+    // Until the file has its name, only the lock of the open image shows that it is in use.
+    let _below = backing.as_ref().map(|(_, image)| Arc::clone(image));
     let is_image = backing
         .as_ref()
         .is_some_and(|(_, image)| image.header().purpose == Use::Image);

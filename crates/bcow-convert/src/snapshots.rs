@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
@@ -11,15 +11,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bcow::operation::{
-    SnapshotError, Snapshotted, absorb_backing, record_identity, snapshot, snapshot_path,
-    sync_directory_of,
+    SnapshotError, Snapshotted, absorb_backing, record_identity, remove_unfinished, snapshot,
+    snapshot_path, sync_directory_of,
 };
 use bcow::{
     BackingResolver, BlockDevice, CreateOptions, Disk, Image, LockedFile, OpenOptions,
     UnreadBackings,
 };
 use bcow_images::Name;
-use bcow_images::backing::backing;
+use bcow_images::backing::{backing, require_in_reach};
 use bcow_images::disks::{
     Below, cannot_lock, is_writable_disk, lock_disk, lock_note, open_writable,
 };
@@ -34,7 +34,9 @@ use crate::rewrite::operation_failure;
 use crate::work::Work;
 
 /// Longest request to a process that serves a disk, in bytes, with its newline.
-pub const MAX_REQUEST_BYTES: u64 = 4096;
+pub const MAX_REQUEST_BYTES: usize = 4096;
+/// Longest answer, in bytes.
+const MAX_ANSWER_BYTES: u64 = 64 << 10;
 /// How long such a process may take. A flush of a busy disk can take long.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(600);
 
@@ -64,13 +66,19 @@ pub fn take_snapshot(disk: &Name, name: &str, stores: &StoreArgs) -> Result<Path
         Ok(taken) => Ok(taken.path),
         Err(error) if error.may_pass() => {
             let path = disk_path(disk)?;
-            match control_of_disk(&path) {
+            match control_of_disk(&path, |uid| is_trusted(uid, &path)) {
                 Some(control) => ask(&control, disk, &path, name),
                 None => Err(error),
             }
         }
         Err(error) => Err(error),
     }
+}
+
+/// Whether a process of this user may act for the disk at `path`: any process can claim to serve it.
+fn is_trusted(uid: u32, path: &Path) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    uid == 0 || uid == own || path.metadata().is_ok_and(|file| file.uid() == uid)
 }
 
 /// Makes the content of a disk that no other process uses its snapshot `name`.
@@ -93,16 +101,18 @@ fn ask(control: &str, disk: &Name, path: &Path, name: &str) -> Result<PathBuf, C
     let exchange = || -> io::Result<SnapshotAnswer> {
         let address = SocketAddr::from_abstract_name(control)?;
         let mut stream = UnixStream::connect_addr(&address)?;
+        let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+        if !is_trusted(peer.uid.as_raw(), path) {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
         stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
         stream.write_all(format!("{}\n", serde_json::to_string(&request)?).as_bytes())?;
         let mut line = String::new();
-        BufReader::new(stream).read_line(&mut line)?;
+        BufReader::new(stream.take(MAX_ANSWER_BYTES)).read_line(&mut line)?;
         Ok(serde_json::from_str(&line)?)
     };
     match exchange().context(cannot)? {
-        SnapshotAnswer::Done => {
-            snapshot_path(path, name).map_err(|error| cannot_snapshot(disk, &error))
-        }
+        SnapshotAnswer::Done => find_snapshot(disk, path, name),
         SnapshotAnswer::Failed(error) => Err(error),
     }
 }
@@ -144,7 +154,7 @@ pub fn fork(from: &Name, new: &Path, stores: &StoreArgs) -> Result<ForkedDisk, C
     // Fails where the new disk would not find its backing, before there is a snapshot.
     match backing(from, false, new, stores, &OpenOptions::default()) {
         // Another process writes to it.
-        Err(error) if error.may_pass() => {}
+        Err(error) if error.may_pass() => require_in_reach(new, &disk_path(from)?, stores)?,
         found => drop(found?),
     }
     let taken = snapshots(&disk_path(from)?)?;
@@ -161,20 +171,34 @@ fn write_over(
     path: &Path,
     stores: &StoreArgs,
 ) -> Result<ForkedDisk, CommandError> {
+    let (forked, below) = begin_over(below, &file, path, stores)?;
+    file.complete()?;
+    // Until the file has its name, only this lock shows that the backing is in use.
+    drop(below);
+    Ok(forked)
+}
+
+/// As [`write_over`], but `file` does not get its name. The image is `below`.
+fn begin_over(
+    below: &Name,
+    file: &NewFile,
+    path: &Path,
+    stores: &StoreArgs,
+) -> Result<(ForkedDisk, Arc<Image>), CommandError> {
     let options = OpenOptions::default();
     let (entry, image) = backing(below, false, path, stores, &options)?;
     let cannot = || format!("cannot create {}", path.display());
     let create = CreateOptions::like(&image).context(cannot)?;
     let storage = Arc::new(file.file().try_clone().context(cannot)?);
-    let over = Some((entry.clone(), image as Arc<dyn BlockDevice>));
+    let over = Some((entry.clone(), image.clone() as Arc<dyn BlockDevice>));
     Disk::create(storage, &create, over, &options)
         .and_then(Disk::close)
         .context(cannot)?;
-    file.complete()?;
-    Ok(ForkedDisk {
+    let forked = ForkedDisk {
         bytes: create.size,
         backing: entry.name.to_string(),
-    })
+    };
+    Ok((forked, image))
 }
 
 /// Replaces the disk `disk` by an empty one over its snapshot `name`. What the disk showed becomes
@@ -185,7 +209,11 @@ pub fn roll_back(
     keep: Option<&str>,
     stores: &StoreArgs,
 ) -> Result<ForkedDisk, CommandError> {
-    let target = find_snapshot(disk, &disk_path(disk)?, name)?;
+    let path = disk_path(disk)?;
+    let target = find_snapshot(disk, &path, name)?;
+    // All that can fail comes before the snapshot.
+    let new = NewFile::replace(&path)?;
+    let (forked, _below) = begin_over(&Name::file(&target), &new, &path, stores)?;
     // The lock keeps writers away until the new file has replaced the old one.
     let file = match keep {
         Some(keep) => take_at_rest(disk, keep, stores)?.file,
@@ -198,12 +226,11 @@ pub fn roll_back(
             file
         }
     };
-    let path = file.path();
-    let new = NewFile::replace(path)?;
     new.inner()
         .take_attributes(file.file())
         .context(|| format!("cannot write {disk}"))?;
-    write_over(&Name::file(&target), new, path, stores)
+    new.complete()?;
+    Ok(forked)
 }
 
 /// A snapshot that was removed.
@@ -229,8 +256,17 @@ pub fn remove_snapshot(
 ) -> Result<RemovedSnapshot, CommandError> {
     let mut own = Some(lock_disk(disk, "snapshot rm")?);
     let own_path = disk_path(disk)?;
-    let path = find_snapshot(disk, &own_path, name)?;
     let cannot = || format!("cannot remove {disk}@{name}");
+    if let Ok(path) = snapshot_path(&own_path, name) {
+        remove_unfinished(&path).context(cannot)?;
+    }
+    let path = find_snapshot(disk, &own_path, name)?;
+    // Fails while a program reads it, or makes a disk over it.
+    let lock_removed = || {
+        LockedFile::open_snapshot(&path, &lock_note("snapshot rm"))
+            .map_err(|error| cannot_lock(&path, &path, &error))
+    };
+    drop(lock_removed()?);
     let tree = tree_over(&path)?;
     let direct: Vec<&Over> = tree.iter().filter(|over| over.parent.is_none()).collect();
     if let [first, second, ..] = direct[..] {
@@ -240,7 +276,10 @@ pub fn remove_snapshot(
                 first.path.display(),
                 second.path.display()
             ))
-            .hint("remove these, or give them another backing with `bcow rebase`"));
+            .hint(
+                "`bcow rebase` gives a disk another backing, and `bcow snapshot rm` removes a \
+                 snapshot",
+            ));
     }
     let lock = |over: &Over| match own.take_if(|file| file.path() == over.path) {
         Some(file) => Ok(file),
@@ -248,6 +287,16 @@ pub fn remove_snapshot(
             .map_err(|error| cannot_lock(&over.path, &over.path, &error)),
     };
     let files: Vec<LockedFile> = tree.iter().map(lock).collect::<Result<_, CommandError>>()?;
+    // Before the locks, another command may have changed what is over what.
+    let is_changed = |expected: &[Over]| Ok::<_, CommandError>(tree_over(&path)? != expected);
+    let changed = || {
+        CommandError::new(cannot())
+            .caused_by_text("the disks over it have changed meanwhile")
+            .hint("run the command again")
+    };
+    if is_changed(&tree)? {
+        return Err(changed());
+    }
     let options = OpenOptions::default();
     let record = |index: usize, identity| {
         record_identity(&files[index].storage(), &options, identity).context(cannot)
@@ -266,6 +315,10 @@ pub fn remove_snapshot(
         record(index, Some(below.identity_hash()))?;
     }
     let bytes = merged?;
+    let _removed = lock_removed()?;
+    if is_changed(&[])? {
+        return Err(changed());
+    }
     std::fs::remove_file(&path)
         .and_then(|()| sync_directory_of(&path))
         .context(cannot)?;
@@ -276,6 +329,7 @@ pub fn remove_snapshot(
 }
 
 /// A disk or snapshot that is over another one.
+#[derive(Debug, PartialEq, Eq)]
 struct Over {
     path: PathBuf,
     /// The index of the file below it; `None` for the one at the bottom of the tree.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName, State};
-use bcow::operation::{NameError, name_backing};
+use bcow::operation::{self, NameError, name_backing};
 use bcow::{BlockDevice, Image, OpenOptions};
 use bcow_oci::Digest;
 use bcow_oci::digest::Algorithm;
@@ -70,6 +70,14 @@ pub fn backing(
     }
 }
 
+/// Fails if a disk at `disk` would not find the file at `below`, whose links are resolved, by its
+/// file name.
+pub fn require_in_reach(disk: &Path, below: &Path, stores: &StoreArgs) -> Result<(), CommandError> {
+    let place = Below::new(stores, &OpenOptions::default())?;
+    operation::require_in_reach(disk, below, &place.policy())
+        .map_err(|error| not_named(below, error, &place))
+}
+
 /// The entry of a remote image, with its URL.
 fn by_url(image: &OpenImage, by_digest: bool) -> Result<BackingEntry, CommandError> {
     let name = image.path().display();
@@ -104,16 +112,19 @@ fn by_name(
 ) -> Result<BackingEntry, CommandError> {
     let below = Below::new(stores, options)?;
     let named = name_backing(disk, path, image.image(), &below.policy());
-    named.map_err(|error| {
-        let cannot = CommandError::new(format!("cannot make {} a backing", path.display()));
-        match error {
-            NameError::OutOfReach { ref directory, .. } => cannot.caused_by(&error).hint(format!(
-                "make the disk in {0}, or allow that directory with --backing-dir {0}, \
-                     here and wherever the disk is used",
-                directory.display()
-            )),
-            NameError::Chain(problem) => below.first_problem(&problem).cause_of(cannot),
-            error => cannot.caused_by(&error),
-        }
-    })
+    named.map_err(|error| not_named(path, error, &below))
+}
+
+/// The error of a backing at `path` that a disk cannot name.
+fn not_named(path: &Path, error: NameError, below: &Below<'_>) -> CommandError {
+    let cannot = CommandError::new(format!("cannot make {} a backing", path.display()));
+    match error {
+        NameError::OutOfReach { ref directory, .. } => cannot.caused_by(&error).hint(format!(
+            "make the disk in {0}, or allow that directory with --backing-dir {0}, here and \
+             wherever the disk is used",
+            directory.display()
+        )),
+        NameError::Chain(problem) => below.first_problem(&problem).cause_of(cannot),
+        error => cannot.caused_by(&error),
+    }
 }

@@ -275,11 +275,12 @@ pub fn describe_lock_holders(path: &Path) -> Vec<String> {
         .collect()
 }
 
-/// The abstract Unix socket of the process that takes requests for the disk at `path`.
-pub fn control_of_disk(path: &Path) -> Option<String> {
+/// The abstract Unix socket of the process that takes requests for the disk at `path`, among the
+/// processes of users for which `is_trusted` returns `true`.
+pub fn control_of_disk(path: &Path, is_trusted: impl Fn(u32) -> bool) -> Option<String> {
     let servers = servers()
         .into_iter()
-        .filter(|server| !server.is_in_other_namespace);
+        .filter(|server| !server.is_in_other_namespace && is_trusted(server.uid));
     let mut services = servers.flat_map(|server| server.services);
     services.find_map(|service| service.control.clone().filter(|_| uses(&service, path)))
 }

@@ -138,10 +138,10 @@ impl LockedFile {
         metadata.is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == (device, inode))
     }
 
-    /// Lets readers lock the file. No writer can lock it as long as it is open.
-    pub(crate) fn share(&self) {
-        // Nothing else holds a lock, so this can only fail if a reader is faster, which may be.
-        let _ = self.file.try_lock_shared();
+    /// Lets readers lock the file. No writer can lock it as long as it is open. The change of the
+    /// lock releases it for a moment (flock(2)), in which a writer can be faster.
+    pub(crate) fn share(&self) -> Result<(), LockError> {
+        FileLock::shared(&self.file)
     }
 
     /// The path, with links resolved.

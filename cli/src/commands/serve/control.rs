@@ -3,7 +3,7 @@
 //! The process listens on an abstract Unix socket. It publishes the name with its services, and
 //! only its own user and root can make requests.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Weak};
@@ -11,12 +11,14 @@ use std::time::{Duration, SystemTime};
 
 use bcow::operation::LiveDisk;
 use bcow_convert::{MAX_REQUEST_BYTES, SnapshotAnswer, SnapshotRequest, cannot_snapshot};
+use bcow_pool::protocol::read_line;
 
 use crate::disks::lock_note;
 use crate::error::{CommandError, Context};
 
 /// How long a client may take to send its request, and to receive the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
+const INVALID: &str = "invalid request for a snapshot";
 /// Pause after a failure.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -54,11 +56,12 @@ fn answer(
     disks: &[(String, Weak<LiveDisk>)],
     command: &str,
 ) -> io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
-    let mut line = String::new();
-    BufReader::new(stream.take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
-    let answer = match execute(stream, &line, disks, command) {
+    // Before anything is read: another user must not keep this thread waiting.
+    let answer = match require_same_user(stream).and_then(|()| {
+        let line = read_line(stream, MAX_REQUEST_BYTES, Some(PATIENCE));
+        execute(&line.context(|| INVALID)?, disks, command)
+    }) {
         Ok(()) => SnapshotAnswer::Done,
         Err(error) => SnapshotAnswer::Failed(error),
     };
@@ -67,20 +70,24 @@ fn answer(
     stream.write_all(&line)
 }
 
+/// Fails if the client is neither of the user of this process nor root.
+fn require_same_user(stream: &UnixStream) -> Result<(), CommandError> {
+    let peer = rustix::net::sockopt::socket_peercred(stream)
+        .map_err(io::Error::from)
+        .context(|| INVALID)?;
+    if peer.uid == rustix::process::geteuid() || peer.uid.is_root() {
+        Ok(())
+    } else {
+        Err(CommandError::new("the disk is served by another user"))
+    }
+}
+
 fn execute(
-    stream: &UnixStream,
-    line: &str,
+    line: &[u8],
     disks: &[(String, Weak<LiveDisk>)],
     command: &str,
 ) -> Result<(), CommandError> {
-    let cannot = || "invalid request for a snapshot";
-    let peer = rustix::net::sockopt::socket_peercred(stream)
-        .map_err(io::Error::from)
-        .context(cannot)?;
-    if peer.uid != rustix::process::geteuid() && !peer.uid.is_root() {
-        return Err(CommandError::new("the disk is served by another user"));
-    }
-    let request: SnapshotRequest = serde_json::from_str(line).context(cannot)?;
+    let request: SnapshotRequest = serde_json::from_slice(line).context(|| INVALID)?;
     let found = disks.iter().find_map(|(name, disk)| {
         let disk = disk.upgrade()?;
         disk.is_at(request.device, request.inode)

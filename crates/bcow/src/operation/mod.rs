@@ -45,7 +45,7 @@ use crate::Error;
 pub use commit::{CommitError, Committed, commit, commit_into_backing, open_over, record_identity};
 pub use compare::{CompareError, compare};
 pub use live::LiveDisk;
-pub use name::{NameError, name_backing};
+pub use name::{NameError, name_backing, require_in_reach};
 pub use rebase::{rebase, rebase_reference};
 pub use rewrite::{RewriteOptions, WRITABLE_LOG_BYTES, rewrite};
 pub use snapshot::{

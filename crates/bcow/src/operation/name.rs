@@ -43,6 +43,7 @@ pub fn name_backing(
     policy: &Policy<'_>,
 ) -> Result<BackingEntry, NameError> {
     let path = path.canonicalize().map_err(NameError::Path)?;
+    require_in_reach(disk, &path, policy)?;
     let name = path.file_name().and_then(|name| name.to_str());
     let entry = BackingEntry {
         name: BackingName::FileName {
@@ -51,16 +52,23 @@ pub fn name_backing(
         },
         size: image.size(),
     };
-    let directory = path.parent().unwrap_or(Path::new("/"));
-    let beside = parent_of(disk);
-    let is_here = |place: &Path| place.canonicalize().is_ok_and(|place| place == directory);
-    if !is_here(beside) && !policy.directories.iter().any(|place| is_here(place)) {
-        return Err(NameError::OutOfReach {
-            searched: beside.to_owned(),
-            directory: directory.to_owned(),
-        });
-    }
     let opener = Opener::new(disk, policy.clone());
     opener.open(&entry).map_err(NameError::Chain)?;
     Ok(entry)
+}
+
+/// Fails if the disk at `disk` would not look for its backing in the directory of the file at
+/// `path`, whose links are resolved.
+pub fn require_in_reach(disk: &Path, path: &Path, policy: &Policy<'_>) -> Result<(), NameError> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let beside = parent_of(disk);
+    let is_here = |place: &Path| place.canonicalize().is_ok_and(|place| place == directory);
+    if is_here(beside) || policy.directories.iter().any(|place| is_here(place)) {
+        Ok(())
+    } else {
+        Err(NameError::OutOfReach {
+            searched: beside.to_owned(),
+            directory: directory.to_owned(),
+        })
+    }
 }

@@ -154,7 +154,10 @@ pub fn snapshot(
     let over = disk.create_over(file_name.to_owned(), Arc::new(copied()?));
     let over = over.map_err(SnapshotError::New)?;
     let new_file = LockedFile::of(copied()?, file.path().to_owned(), lock);
-    new.complete().map_err(unmade)?;
+    new.complete().map_err(|error| {
+        let _ = remove_unfinished(&path);
+        unmade(error)
+    })?;
     exchange(file.path(), &path).map_err(|error| {
         // The cause is more precise than an error here.
         let _ = remove_unfinished(&path);
@@ -162,7 +165,9 @@ pub fn snapshot(
     })?;
     // The snapshot is complete. After a failure, it only has unused space at its end.
     let _ = disk.finish();
-    file.share();
+    if let Err(error) = file.share() {
+        tracing::warn!("{} cannot be locked for readers: {error}", path.display());
+    }
     Ok(Snapshotted {
         disk: over,
         file: new_file,
