@@ -143,6 +143,9 @@ pub fn translate(mut arguments: Vec<OsString>) -> Vec<OsString> {
     };
     let command = arguments[at].to_string_lossy().into_owned();
     let behind = at + 1;
+    // What is behind `--` is the name of a file.
+    let end = arguments.iter().position(|argument| argument == "--");
+    let rest = arguments.split_off(end.filter(|&end| end > at).unwrap_or(arguments.len()));
     for (_, theirs, ours) in SAME.iter().filter(|(of, ..)| has(of, &command)) {
         replace(&mut arguments, behind, theirs, ours);
     }
@@ -154,7 +157,7 @@ pub fn translate(mut arguments: Vec<OsString>) -> Vec<OsString> {
     let has_layers = |argument: &OsString| argument.to_string_lossy().contains("lowerdir=");
     match (&*command, &arguments[behind..]) {
         // mount(8) lists the mounts.
-        ("mount", []) => arguments[at] = "ps".into(),
+        ("mount", []) if rest.is_empty() => arguments[at] = "ps".into(),
         ("mount", words) if words.iter().any(has_layers) => {
             arguments.insert(behind, "--lowerdir".into());
         }
@@ -175,6 +178,7 @@ pub fn translate(mut arguments: Vec<OsString>) -> Vec<OsString> {
         }
         _ => {}
     }
+    arguments.extend(rest);
     arguments
 }
 
@@ -265,6 +269,8 @@ mod tests {
         for (theirs, ours) in [
             ("mount", "ps"),
             ("mount a b", "mount a b"),
+            ("mount -- a b", "mount -- a b"),
+            ("ls x -- -1", "ls x -- -1"),
             (
                 "-q --color never map --output json x",
                 "-q --color never map --json x",
@@ -307,7 +313,12 @@ mod tests {
     fn no_word_of_the_table_is_one_of_bcow() {
         let mut all = crate::Cli::command();
         all.build();
-        for row in OTHER {
+        let same = SAME.map(|(commands, theirs, _)| format!("{commands} {theirs}: "));
+        // An option with a value is that of the other program only with this value.
+        let same = same
+            .iter()
+            .filter(|row| !row.contains('=') && row.split(' ').count() == 3);
+        for row in OTHER.into_iter().chain(same.map(String::as_str)) {
             let (key, hint) = row.split_once(": ").expect(row);
             assert!(
                 !hint.contains("--force") && !hint.contains("--no-verify"),

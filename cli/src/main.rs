@@ -175,12 +175,17 @@ fn abort_on_panic() {
 /// What a command leaves if it is interrupted.
 fn kept(command: &Command) -> Option<&'static str> {
     Some(match command {
-        Command::Convert(_) => "the destination is as it was; layers in a --cache are kept",
+        Command::Convert(args) if args.has_cache() => {
+            "the destination is as it was; the layers in the cache are kept"
+        }
+        Command::Convert(_) => "the destination is as it was",
         Command::Copy(_) => "what was copied is kept; the same command continues",
         Command::Extract(_) => "the files that were extracted are kept; --force replaces them",
         Command::Commit(_) | Command::Rebase(_) => "the content of the disk is as it was",
         Command::Compact(_) | Command::Seal(_) | Command::Export(_) => "no file was changed",
-        Command::Cache(_) => "what was fetched is kept; the same command continues",
+        Command::Cache(args) if args.keeps_what_it_fetched() => {
+            "what was fetched is kept; the same command continues"
+        }
         _ => return None,
     })
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::{self, BufWriter, IsTerminal, Write};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use bcow::CacheFigures;
@@ -191,7 +191,7 @@ impl Ui {
             ui: self,
             bar,
             warned: Mutex::new(0),
-            line_at: Mutex::new(Instant::now()),
+            line_at: Mutex::new(Some(Instant::now())),
         }
     }
 
@@ -382,25 +382,29 @@ pub struct Progress<'u> {
     ui: &'u Ui,
     bar: ProgressBar,
     warned: Mutex<u64>,
-    /// When the last line was printed.
-    line_at: Mutex<Instant>,
+    /// When the last line was printed; `None` if the next one is due.
+    line_at: Mutex<Option<Instant>>,
 }
 
 /// Time between two lines about the progress of a phase.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Progress<'_> {
+    fn line_at(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.line_at.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     /// Prints a line about the progress, if the user wants lines and one is due.
-    fn line(&self, is_due: bool) {
+    fn line(&self) {
         let form = self.ui.progress;
         if !matches!(form, ProgressForm::Plain | ProgressForm::Json) {
             return;
         }
-        let mut line_at = self.line_at.lock().unwrap_or_else(|e| e.into_inner());
-        if !is_due && line_at.elapsed() < LINE_INTERVAL {
+        let mut line_at = self.line_at();
+        if line_at.is_some_and(|at| at.elapsed() < LINE_INTERVAL) {
             return;
         }
-        *line_at = Instant::now();
+        *line_at = Some(Instant::now());
         let (phase, bytes, total) = (self.bar.message(), self.bar.position(), self.bar.length());
         let line = match (form, total) {
             (ProgressForm::Json, _) => {
@@ -432,6 +436,10 @@ impl bcow_oci::Progress for Progress<'_> {
                 self.bar.unset_length();
             }
         }
+        let is_due = self.line_at().is_none();
+        if is_due {
+            self.line();
+        }
     }
 
     fn advance(&self, bytes: u64) {
@@ -439,13 +447,14 @@ impl bcow_oci::Progress for Progress<'_> {
             self.bar.set_style(style(COUNTER));
         }
         self.bar.inc(bytes);
-        self.line(false);
+        self.line();
     }
 
     /// Several phases may share one count.
     fn phase(&self, name: &str) {
         self.bar.set_message(printable(name).into_owned());
-        self.line(true);
+        // The count may still be that of the phase before.
+        *self.line_at() = None;
     }
 
     fn warning(&self, message: &str) {
@@ -460,7 +469,8 @@ impl bcow_oci::Progress for Progress<'_> {
 impl Drop for Progress<'_> {
     fn drop(&mut self) {
         if self.bar.position() > 0 {
-            self.line(true);
+            *self.line_at() = None;
+            self.line();
         }
         self.bar.finish_and_clear();
         let warned = *self.warned.lock().unwrap_or_else(|e| e.into_inner());

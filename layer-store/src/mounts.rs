@@ -71,9 +71,8 @@ impl Mounts {
         let mut slot = slot.lock();
         let state = state_of(&path)?;
         // The directory exists only as long as the mount, unless the mount has ended otherwise.
-        if state == MountState::Dead || (state == MountState::NotMounted && path.is_dir()) {
-            self.made_again.fetch_add(1, Ordering::Relaxed);
-        }
+        let is_again =
+            state == MountState::Dead || state == MountState::NotMounted && path.is_dir();
         match state {
             MountState::Served => {}
             MountState::Dead => {
@@ -86,6 +85,9 @@ impl Mounts {
                 self.mount(layer, &path)?;
             }
             MountState::NotMounted => self.mount(layer, &path)?,
+        }
+        if is_again {
+            self.made_again.fetch_add(1, Ordering::Relaxed);
         }
         slot.looked_up = Some(Instant::now());
         Ok(path)

@@ -38,7 +38,7 @@ class ShareCase(test_pool.PoolCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        need_kernel(6, 9, "passthrough to other files")
+        need_kernel(6, 12, "passthrough to other files")
         tree = cls.path("shared")
         os.makedirs(os.path.join(tree, "directory", "below"))
         source = random.Random(9)
@@ -740,7 +740,7 @@ class FirstOpens(test_pool.PoolCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        need_kernel(6, 9, "passthrough to other files")
+        need_kernel(6, 12, "passthrough to other files")
         os.mkdir(cls.path("many"))
         for number in range(cls.FILES):
             cls.path(f"many/{number}", cls.content(number))

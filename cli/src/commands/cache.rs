@@ -32,6 +32,13 @@ pub struct Args {
     command: Command,
 }
 
+impl Args {
+    /// Whether the command fetches what the next one with the same arguments need not fetch.
+    pub fn keeps_what_it_fetched(&self) -> bool {
+        matches!(self.command, Command::Warm(_))
+    }
+}
+
 #[derive(Debug, clap::Subcommand)]
 enum Command {
     List(list::Args),

@@ -180,6 +180,13 @@ pub struct Args {
 }
 
 /// Converts.
+impl Args {
+    /// Whether converted layers are kept for the next conversion.
+    pub fn has_cache(&self) -> bool {
+        self.cache.is_some()
+    }
+}
+
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let source = &in_format(&args.source, args.from_format.as_deref(), &CONVERT_FROM)?;
     let destination = &in_format(&args.destination, args.to_format.as_deref(), &CONVERT_TO)?;

@@ -3,7 +3,7 @@
 //! Each FUSE mount has inodes of its own, and so page caches of its own. To share them, the process
 //! has one more FUSE mount, which no path reaches (the *hidden mount*). Each file of the images is
 //! there once. When a program opens an unchanged file in a mount, the mount answers that the kernel
-//! shall read the file of the hidden mount instead (passthrough, Linux 6.9). The page cache is that
+//! shall read the file of the hidden mount instead (passthrough, Linux 6.12). The page cache is that
 //! of the hidden file then.
 //!
 //! An image has a *slot* in the hidden mount. The node number of a file has its slot and its inode
@@ -40,7 +40,7 @@ const OPEN_FILES: usize = 1024;
 /// What the process does outside of this crate for the files that its mounts share.
 pub trait Keeper: Send + Sync {
     /// Keeps the hidden mount for a process that takes the mounts over.
-    fn keep(&self, handover: &SharedHandover);
+    fn keep(&self, handover: &SharedHandover) -> io::Result<()>;
 
     /// Opens a file of the hidden mount, in another process. This process must not wait for the
     /// hidden mount, which it serves: if it were killed then, the waiting thread could not end, and
@@ -130,12 +130,11 @@ impl SharedFiles {
         image: &Arc<Image>,
     ) -> Result<SharedImage, MountError> {
         let hidden = self.hidden()?;
+        // Another process that did not know of the slot could use it for another image.
         let slot = self.slots.put(key, image, |next_slot| {
-            if let Ok(handover) = hidden.hand_over(next_slot) {
-                self.keeper.keep(&handover);
-            }
-        });
-        let slot = slot.ok_or(MountError::NoSharing("the process had too many images"))?;
+            let kept = self.keeper.keep(&hidden.hand_over(next_slot)?);
+            kept.map_err(MountError::process("keep the files that mounts share"))
+        })?;
         Ok(self.shared(hidden, image, slot))
     }
 

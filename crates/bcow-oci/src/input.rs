@@ -59,6 +59,7 @@ impl Input {
                 platform,
             )?,
             Source::Tar(input) => single_layer(tar_blob(input)?),
+            Source::Archive(input) if options.as_files => single_layer(tar_blob(input)?),
             Source::Archive(input) => {
                 let mut blob = tar_blob(input)?;
                 // What is piped can be read only once, and the files that say what an archive is
@@ -66,7 +67,7 @@ impl Input {
                 if blob.length().is_none() {
                     blob = spool.uncompressed(blob)?;
                 }
-                if options.as_files || !begins_as_image(&blob, &spool.reading) {
+                if !begins_as_image(&blob, &spool.reading) {
                     single_layer(blob)
                 } else {
                     let archive = Archive::of(blob, &spool)?;

@@ -25,7 +25,7 @@ use bcow_images::error::{CommandError, Context};
 use bcow_images::image::Messages;
 use bcow_images::running::{self, Published, Service};
 use bcow_mounts::mount::fuse::Mounted;
-use bcow_mounts::mount::host::{Host, InPool};
+use bcow_mounts::mount::host::{Host, InPool, threads_by_default};
 use bcow_mounts::mount::pooled;
 use bcow_mounts::{PoolName, failure};
 use bcow_union::log::{self, Severity};
@@ -129,7 +129,7 @@ impl Pool {
                 link: link.try_clone()?,
                 opener: Opener::default(),
             };
-            let threads = threads.unwrap_or_else(read_threads);
+            let threads = threads.unwrap_or_else(|| threads_by_default(READ_THREADS));
             Some(SharedFiles::new(keeper, threads))
         } else {
             None
@@ -499,10 +499,16 @@ struct FilesKeeper {
     opener: Opener,
 }
 
+/// With the least, one slow read does not delay the others.
+const READ_THREADS: usize = 4;
+
 impl Keeper for FilesKeeper {
-    fn keep(&self, handover: &SharedHandover) {
-        // Without a supervisor there is no next process.
-        let _ = send_shared(&self.link, handover);
+    fn keep(&self, handover: &SharedHandover) -> io::Result<()> {
+        match send_shared(&self.link, handover) {
+            // Without a supervisor there is no next process.
+            Err(error) if is_gone(&error) => Ok(()),
+            sent => sent,
+        }
     }
 
     fn open(&self, hidden: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
@@ -510,10 +516,10 @@ impl Keeper for FilesKeeper {
     }
 }
 
-/// The threads that answer reads of shared files, by default.
-fn read_threads() -> usize {
-    const MOST: usize = 16;
-    thread::available_parallelism().map_or(4, |cpus| cpus.get().clamp(4, MOST))
+/// Whether the process at the other end of a link has ended.
+fn is_gone(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | NotConnected)
 }
 
 impl PoolState {

@@ -107,6 +107,8 @@ pub struct MountFigures {
 /// What a directory for a mount shows.
 #[derive(Debug)]
 enum Examined {
+    /// The time of the page ended before its turn.
+    NotAsked,
     NotMounted,
     Dead,
     /// A mount with the kernel driver has no statistics.
@@ -139,22 +141,27 @@ struct Operation {
 
 impl MountFigures {
     /// Writes the figures of the mounts at these directories, each with a name, and how many there
-    /// are. Of more than [`MAX_MOUNTS`], only the number of those beyond is written.
+    /// are. Of those beyond [`MAX_MOUNTS`], and of those that are not asked in time, only the number
+    /// is written.
     pub fn write(
         &self,
         page: &mut Page,
         families: &MountFamilies,
         mut mounts: Vec<(String, PathBuf)>,
     ) {
-        let omitted = mounts.len().saturating_sub(MAX_MOUNTS);
+        let mut omitted = mounts.len().saturating_sub(MAX_MOUNTS);
         mounts.truncate(MAX_MOUNTS);
         let answers = self.ask(mounts.iter().map(|(_, directory)| directory.clone()));
         let mut count = 0;
         for ((name, directory), answer) in mounts.into_iter().zip(answers) {
-            if let Some(Examined::NotMounted) = answer {
-                continue;
+            match answer {
+                Some(Examined::NotMounted) => continue,
+                Some(Examined::NotAsked) => {
+                    omitted += 1;
+                    continue;
+                }
+                _ => count += 1,
             }
-            count += 1;
             let mountpoint = directory.display().to_string();
             page.label_all(vec![(families.label, name), ("mountpoint", mountpoint)]);
             let is_up = matches!(answer, Some(Examined::Served(_)));
@@ -206,7 +213,9 @@ impl MountFigures {
         while let Ok((at, answer)) = receiver.recv_timeout(left()) {
             answers[at] = Some(answer);
         }
-        queue.lock().clear();
+        for (at, _) in queue.lock().drain(..) {
+            answers[at] = Some(Examined::NotAsked);
+        }
         answers
     }
 }

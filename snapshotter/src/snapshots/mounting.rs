@@ -34,22 +34,20 @@ impl Mounter<'_> {
     /// Mounts layers at a directory, unless they are mounted there.
     pub fn ensure(&self, layers: &Mount, directory: &Path) -> Result<(), Error> {
         let (snapshot, at) = (self.snapshot, directory.display());
-        match state_of(directory)? {
+        let state = state_of(directory)?;
+        // An attempt to mount has made the directory, at least.
+        let is_again = state != MountState::NotMounted || directory.is_dir();
+        match state {
             MountState::Served => return Ok(()),
             MountState::Dead => {
                 tracing::error!(
                     "snapshot {snapshot:?}: the mount at {at} has no process any more; it is made \
                      again"
                 );
-                self.made_again.fetch_add(1, Ordering::Relaxed);
                 end(directory)?;
             }
-            // An earlier mount has made the directory.
-            MountState::NotMounted if directory.is_dir() => {
-                tracing::info!(
-                    "snapshot {snapshot:?}: the mount at {at} has ended; it is made again"
-                );
-                self.made_again.fetch_add(1, Ordering::Relaxed);
+            MountState::NotMounted if is_again => {
+                tracing::info!("snapshot {snapshot:?}: the mount at {at} is made again");
             }
             MountState::NotMounted => make_private(directory)?,
         }
@@ -65,6 +63,9 @@ impl Mounter<'_> {
                     "snapshot {snapshot:?}: cannot mount {source} at {at}: {why}"
                 ))
             })?;
+        if is_again {
+            self.made_again.fetch_add(1, Ordering::Relaxed);
+        }
         // What is mounted inside a bind mount of it must not appear here.
         let private = MountPropagationFlags::PRIVATE;
         Ok(mount_change(directory, private).at("make private", directory)?)

@@ -63,14 +63,6 @@ pub(super) const COUNTED: FileHandle = FileHandle(1);
 /// `lseek` to the end of the file would be a request.
 const MAPPED: Duration = Duration::from_millis(10);
 
-/// What the kernel has cached for a number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Cached {
-    Attributes,
-    /// With the attributes.
-    Content,
-}
-
 impl Sharing {
     pub(crate) fn new(image: SharedImage, connection: OwnedFd) -> Self {
         Sharing { image, connection }
@@ -101,14 +93,14 @@ impl Sharing {
             ImageContent::Unchanged(nid) => nid,
         };
         if flags.0 & libc::O_ACCMODE == libc::O_RDONLY {
-            match fs.backing(node, || self.make_backing(nid)) {
+            match self.image_backing(fs, node, nid) {
                 Ok(number) => return Ok(Opening::Passed(number)),
                 // So the number was never opened. The alias needs no backing.
                 Err(error) => tracing::warn!("cannot share inode {}: {error}", nid.0),
             }
         }
         fs.open_for_writing(node)?;
-        self.drop_cached(node.0, Cached::Attributes);
+        self.drop_attributes(node.0);
         Ok(Opening::Again)
     }
 
@@ -121,7 +113,7 @@ impl Sharing {
         };
         if flags.0 & libc::O_ACCMODE == libc::O_RDWR {
             fs.open_for_mapping(node);
-            self.drop_cached(ino.0, Cached::Attributes);
+            self.drop_attributes(ino.0);
         }
         if flags.0 & libc::O_DSYNC != 0 {
             // The host makes the written data durable, and not the names that lead to the file.
@@ -130,9 +122,14 @@ impl Sharing {
         Ok(Opening::Passed(number))
     }
 
-    fn make_backing(&self, nid: Nid) -> io::Result<u32> {
+    /// The number of the backing with the content of the image.
+    fn image_backing(&self, fs: &UnionFs, node: NodeId, nid: Nid) -> io::Result<u32> {
+        if let Some(number) = fs.image_backing(node) {
+            return Ok(number);
+        }
+        // Without a lock: this can wait for the opener.
         let file = self.image.open(nid)?;
-        BackingId::create_raw(&self.connection, &*file)
+        fs.backing(node, || BackingId::create_raw(&self.connection, &*file))
     }
 
     /// The kernel has forgotten references to a node.
@@ -177,31 +174,29 @@ impl Sharing {
         !is_alias(ino) && fs.image_content(id(ino)) == Ok(ImageContent::Changed)
     }
 
-    /// Makes the kernel drop what it has cached for the alias, because the node is changed by this
-    /// number.
-    pub(super) fn changed(&self, fs: &UnionFs, ino: INodeNo, what: Cached) {
+    /// Makes the kernel drop the attributes that it has cached for the alias, because the node is
+    /// changed by this number.
+    pub(super) fn changed(&self, fs: &UnionFs, ino: INodeNo) {
         if Self::is_outdated(fs, ino) {
-            self.drop_cached(ino.0 | ALIAS, what);
+            self.drop_attributes(ino.0 | ALIAS);
         }
     }
 
-    /// If the kernel does not know the number, it has cached nothing.
-    fn drop_cached(&self, number: u64, what: Cached) {
+    /// Makes the kernel drop the attributes that it has cached for a number. It must not drop pages
+    /// here: it would wait until this process has answered the writes of dirty ones.
+    fn drop_attributes(&self, number: u64) {
         /// FUSE_NOTIFY_INVAL_INODE of linux/fuse.h, in the place of an error number.
         const INVALIDATE: u32 = 2;
         const BYTES: u32 = 40;
-        // The first byte of the content, or none.
-        let from: i64 = match what {
-            Cached::Attributes => -1,
-            Cached::Content => 0,
-        };
+        /// No byte of the content.
+        const FROM: i64 = -1;
         let mut message = Vec::with_capacity(BYTES as usize);
         message.extend_from_slice(&BYTES.to_ne_bytes());
         message.extend_from_slice(&INVALIDATE.to_ne_bytes());
         // A message that answers no request.
         message.extend_from_slice(&0_u64.to_ne_bytes());
         message.extend_from_slice(&number.to_ne_bytes());
-        message.extend_from_slice(&from.to_ne_bytes());
+        message.extend_from_slice(&FROM.to_ne_bytes());
         // The length: to the end.
         message.extend_from_slice(&0_i64.to_ne_bytes());
         let _ = rustix::io::write(&self.connection, &message);

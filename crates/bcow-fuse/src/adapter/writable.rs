@@ -29,7 +29,7 @@ use super::convert::{
     set_how, without_trusted,
 };
 use super::privileges::{drop_set_gid, drop_set_id, drop_set_id_of_content, validity};
-use super::sharing::{self, Cached, Opening, Sharing};
+use super::sharing::{self, Opening, Sharing};
 use super::{Answering, FOREVER, GENERATION, damaged, id, is_alias, is_stats, negotiate, reply};
 use crate::buffers;
 use crate::options::{MountOptions, WriteCache};
@@ -155,11 +155,19 @@ impl Writable {
         self.sharing.as_ref().map(open).transpose()
     }
 
-    /// A node is changed by the number `ino`.
-    fn changed(&self, ino: INodeNo, what: Cached) {
+    /// The attributes of a node are changed by the number `ino`.
+    fn changed(&self, ino: INodeNo) {
         if let Some(sharing) = &self.sharing {
-            sharing.changed(&self.fs, ino, what);
+            sharing.changed(&self.fs, ino);
         }
+    }
+
+    fn forget_node(&self, node: NodeId, count: u64) {
+        self.fs.forget_and(node, count, || {
+            if let Some(sharing) = &self.sharing {
+                sharing.forgotten(&self.fs, node);
+            }
+        });
     }
 
     /// Whether programs that have opened this number read the image, although the file has changed.
@@ -266,11 +274,7 @@ impl fuser::Filesystem for Writable {
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
         // A batch of forgets is one request, and each can free a large file.
         let _turn = self.request_threads.begin(Kind::BriefInBatch);
-        self.fs.forget_and(id(ino), count, || {
-            if let Some(sharing) = &self.sharing {
-                sharing.forgotten(&self.fs, id(ino));
-            }
-        });
+        self.forget_node(id(ino), count);
     }
 
     fn getattr(
@@ -304,6 +308,11 @@ impl fuser::Filesystem for Writable {
         reply: ReplyAttr,
     ) {
         let _running = self.begin(request, Operation::SetAttributes, id(ino));
+        if size.is_some() && self.is_outdated(ino) {
+            // The pages are those of the alias, and the kernel must drop them with the size. It
+            // looks the path up again.
+            return reply.error(fuser::Errno::ESTALE);
+        }
         let node = id(ino);
         let (uid, gid) = match self.owners.to_inner(uid, gid) {
             Ok(owners) => owners,
@@ -318,16 +327,13 @@ impl fuser::Filesystem for Writable {
             mtime: mtime.map(decoded_time),
             drop_privileges: false,
         };
-        let what = if size.is_some() { Cached::Content } else { Cached::Attributes };
-        // Dirty pages must not be written after a truncation.
-        self.changed(ino, what);
         let ready = if self.drops_set_id {
             drop_set_id(&self.fs, &self.owners, request, node, &mut changes)
         } else {
             Ok(())
         };
         let set = ready.and_then(|()| self.fs.with_room(|fs| fs.set_attributes(node, &changes)));
-        self.changed(ino, what);
+        self.changed(ino);
         self.reply_attributes(ino, set, reply);
     }
 
@@ -653,7 +659,7 @@ impl fuser::Filesystem for Writable {
                 b"system.posix_acl_access" => drop_set_gid(&self.fs, &self.owners, request, node),
                 _ => Ok(()),
             });
-        self.changed(ino, Cached::Attributes);
+        self.changed(ino);
         reply::empty(set, reply);
     }
 
@@ -700,7 +706,7 @@ impl fuser::Filesystem for Writable {
             let removed = fs.remove_xattr(node, name.as_bytes());
             request_id(request).removed(removed, Errno::NODATA)
         });
-        self.changed(ino, Cached::Attributes);
+        self.changed(ino);
         reply::empty(removed, reply);
     }
 
@@ -718,7 +724,12 @@ impl fuser::Filesystem for Writable {
         let made = self
             .make(request, umask, (parent, name, mode), &New::File)
             .inspect(|attributes| self.time_is_sent(attributes));
-        let made = made.and_then(|found| Ok((self.open_new(&found, flags)?, self.shown(found))));
+        let made = made.and_then(|found| {
+            // After an error, the kernel does not get the reference.
+            let opening = self.open_new(&found, flags);
+            let opening = opening.inspect_err(|_| self.forget_node(found.node, 1))?;
+            Ok((opening, self.shown(found)))
+        });
         let (opening, attributes) = match made {
             Ok(made) => made,
             Err(errno) => return reply.error(reply::to_fuser(errno)),

@@ -8,6 +8,8 @@ use bcow_erofs::reader::Nid;
 use bcow_union::Image;
 use parking_lot::Mutex;
 
+use crate::error::MountError;
+
 /// The bits of a number that have the inode in the image; the bits above have the slot. An inode of
 /// the image is the place of its metadata in units of 32 bytes, so 40 bits are enough for 32 TiB.
 const NID_BITS: u32 = 40;
@@ -119,26 +121,28 @@ impl Slots {
     }
 
     /// Puts an image into the slot of its key. Calls `announce` with the next free slot before a
-    /// new one is used. `None` if no slot is left.
+    /// new one is used.
     pub(crate) fn put(
         &self,
         key: ImageKey,
         image: &Arc<Image>,
-        announce: impl FnOnce(u32),
-    ) -> Option<u32> {
+        announce: impl FnOnce(u32) -> Result<(), MountError>,
+    ) -> Result<u32, MountError> {
         let mut table = self.0.lock();
         let known = table.slots.iter().find(|(_, open)| open.key == key);
         let slot = match known {
             Some((&slot, _)) => slot,
-            None if table.next >= MAX_SLOTS => return None,
+            None if table.next >= MAX_SLOTS => {
+                return Err(MountError::NoSharing("the process had too many images"));
+            }
             None => {
+                announce(table.next + 1)?;
                 table.next += 1;
-                announce(table.next);
                 table.next - 1
             }
         };
         table.add(slot, key, image);
-        Some(slot)
+        Ok(slot)
     }
 
     /// Puts the image of a mount that this process takes over into its slot, and answers the
@@ -180,13 +184,13 @@ impl Slots {
     ) {
         let images = {
             let mut table = self.0.lock();
-            match table.slots.get(&slot) {
-                Some(open) => Arc::clone(&open.images),
-                None if table.is_taking_over => {
-                    return table.waiting.push((slot, Box::new(answer)));
-                }
-                None => Images::default(),
+            let open = table.slots.get(&slot);
+            let images = open.map_or_else(Images::default, |open| Arc::clone(&open.images));
+            // Another mount of the image may still be taken over.
+            if images.is_empty() && table.is_taking_over {
+                return table.waiting.push((slot, Box::new(answer)));
             }
+            images
         };
         answer(&images);
     }

@@ -68,10 +68,14 @@ impl Host<'_> {
             Some(threads) => threads,
             // Reads that wait for a server do not delay reads of what is here.
             None if args.image.is_remote() => MOST_THREADS,
-            None => std::thread::available_parallelism()
-                .map_or(least, |cpus| cpus.get().clamp(least, MOST_THREADS)),
+            None => threads_by_default(least),
         }
     }
+}
+
+/// A thread for each CPU, and at least `least`.
+pub fn threads_by_default(least: usize) -> usize {
+    std::thread::available_parallelism().map_or(least, |cpus| cpus.get().clamp(least, MOST_THREADS))
 }
 
 /// The slot of an image among the files that the mounts of a pool share.

@@ -18,8 +18,7 @@ use crate::args::{MountArgs, ShareChoice};
 use crate::error::failure;
 
 /// Why a mount with all conditions does not share files.
-const NO_PASSTHROUGH: &str =
-    "the kernel reads no files of other mounts (that needs Linux 6.9 with CONFIG_FUSE_PASSTHROUGH)";
+const NO_PASSTHROUGH: &str = "the kernel reads no files of other mounts (that needs Linux 6.12 with CONFIG_FUSE_PASSTHROUGH)";
 
 /// Why a mount without an upper does not share files.
 pub(super) const NO_UPPER: &str = "the mount has no upper";
@@ -73,11 +72,26 @@ fn reason_against(args: &MountArgs, options: &MountOptions, slot: TakenSlot) -> 
     let reason = match () {
         () if args.share == ShareChoice::Off => "as --share says",
         () if slot == TakenSlot::None => "the mount was made without",
+        () if args.share == ShareChoice::Auto && args.image.is_remote() => {
+            "reads from a server would delay those of the other images of the pool"
+        }
         () if options.write_cache() == WriteCache::Back => "the mount has the option writeback",
+        () if !is_kernel_new() => NO_PASSTHROUGH,
         () if !may_share() => "this needs CAP_SYS_ADMIN outside of user namespaces",
         () => return None,
     };
     Some(reason.to_owned())
+}
+
+/// Whether this is Linux 6.12 or later: before, a descriptor without access (O_PATH) cannot be a
+/// backing, and any other one could send requests to the process that closes it.
+fn is_kernel_new() -> bool {
+    let release = rustix::system::uname();
+    let release = release.release().to_string_lossy();
+    let mut numbers = release
+        .split(['.', '-'])
+        .map_while(|part| part.parse().ok());
+    (numbers.next(), numbers.next()) >= (Some(6_u32), Some(12))
 }
 
 /// Whether this process may let the kernel read other files in the place of those of a mount.

@@ -132,6 +132,7 @@ impl UnionFs {
         self.finish_batch_logged();
         self.table.purge();
         self.limit_descriptors();
+        self.drop_late_opens();
     }
 
     /// Takes a node that the kernel forgot. If its partial file has changes that no flush has

@@ -13,8 +13,8 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use bcow_erofs::reader::FileType;
 use parking_lot::Mutex;
@@ -37,14 +37,16 @@ pub(super) const UNKNOWN_OPENS: u64 = 1 << 32;
 
 /// The backings of nodes that the kernel holds.
 ///
-/// A lock is held while a backing is made, and acquired before those of the table and of the
-/// ledger.
+/// A lock is held while the kernel makes a file a backing, which waits for nothing, and acquired
+/// before those of the table and of the ledger.
 #[derive(Debug, Default)]
 pub(super) struct Backings {
     of_image: Mutex<HashMap<NodeId, Backing>>,
     of_upper: Mutex<HashMap<NodeId, Backing>>,
     /// Those of nodes that the kernel has forgotten, which the adapter does not know.
     left_over: Mutex<Vec<u32>>,
+    /// Why the kernel takes no file of the upper, once it has refused one.
+    refused: OnceLock<String>,
 }
 
 #[derive(Debug)]
@@ -65,7 +67,13 @@ impl Backings {
 }
 
 impl UnionFs {
-    /// The number of the backing with the content of the image; `make` makes a missing one.
+    /// The number of the backing with the content of the image, if it has one.
+    pub fn image_backing(&self, id: NodeId) -> Option<u32> {
+        let backings = self.backings.of_image.lock();
+        backings.get(&id).map(|backing| backing.number)
+    }
+
+    /// As [`UnionFs::image_backing`]; `make` makes a missing one, without waiting.
     pub fn backing(&self, id: NodeId, make: impl FnOnce() -> io::Result<u32>) -> io::Result<u32> {
         let mut backings = self.backings.of_image.lock();
         if let Some(backing) = backings.get(&id) {
@@ -104,6 +112,14 @@ impl UnionFs {
                 }
                 Err(error) => {
                     tracing::debug!("the kernel does not use the file of node {}: {error}", id.0);
+                    // Of the file system or of the process, so it will refuse the next one too.
+                    let is_general = [Errno::LOOP, Errno::PERM, Errno::BADF, Errno::OPNOTSUPP]
+                        .iter()
+                        .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()));
+                    if is_general {
+                        let reason = format!("the kernel refuses the files of the upper: {error}");
+                        let _ = self.backings.refused.set(reason);
+                    }
                 }
             }
         }
@@ -128,9 +144,12 @@ impl UnionFs {
     }
 
     /// Why the kernel uses no files of the upper itself; `None` if it may.
-    pub fn why_not_passed(&self) -> Option<&'static str> {
-        // Only this process counts what is written.
-        self.account.is_limited().then_some("the upper has a limit")
+    pub fn why_not_passed(&self) -> Option<&str> {
+        if self.account.is_limited() {
+            // Only this process counts what is written.
+            return Some("the upper has a limit");
+        }
+        self.backings.refused.get().map(String::as_str)
     }
 
     /// The file of the upper that has all content of a node; `None` if there is no such file, or if
@@ -139,6 +158,8 @@ impl UnionFs {
         if node.kind != FileType::Regular || self.why_not_passed().is_some() {
             return None;
         }
+        // An fsync that makes the name durable may fail yet.
+        let _no_fsync = node.name_sync.try_lock()?;
         {
             let state = node.read_state();
             let upper = state.upper.as_ref()?;

@@ -92,10 +92,13 @@ impl UnionFs {
     /// Keeps a node until [`UnionFs::end_awaited_open`].
     pub(super) fn await_open(&self, node: Arc<Node>) {
         let mut awaited = self.awaited_opens.lock();
-        let is_late = |_: &NodeId, (_, since): &mut (_, Instant)| since.elapsed() > AWAITED_FOR;
-        let late: Vec<_> = awaited.0.extract_if(is_late).collect();
         awaited.0.insert(node.id, (node, Instant::now()));
-        drop(awaited);
+    }
+
+    /// Ends the wait for opens that have not come in time.
+    pub(super) fn drop_late_opens(&self) {
+        let is_late = |_: &NodeId, (_, since): &mut (_, Instant)| since.elapsed() > AWAITED_FOR;
+        let late: Vec<_> = self.awaited_opens.lock().0.extract_if(is_late).collect();
         for (_, (node, _)) in late {
             self.table.drop_node(node);
         }

@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use bcow::lock::{FileLock, LockError, held_locks};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::beneath::check_regular;
@@ -123,28 +123,39 @@ fn has_no_directory(upper: &Path) -> Result<bool, Errno> {
         Err(Errno::NOENT) => return Ok(true),
         upper => upper?,
     };
-    match &directories_in(&upper)?[..] {
-        [] => Ok(true),
-        [name] if name == META.as_bytes() => {
-            let meta = work::open_directory(upper.as_fd(), META.as_bytes())?;
-            Ok(directories_in(&meta)?.is_empty())
+    // First where an upper that was used has some.
+    match work::open_directory(upper.as_fd(), META.as_bytes()) {
+        Err(Errno::NOENT) => {}
+        meta => {
+            if has_directory(&meta?, b"")? {
+                return Ok(false);
+            }
         }
-        _ => Ok(false),
     }
+    Ok(!has_directory(&upper, META.as_bytes())?)
 }
 
-/// The names of the directories in a directory.
-fn directories_in(directory: &OwnedFd) -> Result<Vec<Vec<u8>>, Errno> {
+/// Whether a directory has a directory with another name than `except`.
+fn has_directory(directory: &OwnedFd, except: &[u8]) -> Result<bool, Errno> {
     work::set_noatime_new(directory);
-    let mut found = work::list(directory.as_fd())?;
-    let is_directory = |name: &Vec<u8>| {
-        let stat = rustix::fs::statat(directory, &name[..], AtFlags::SYMLINK_NOFOLLOW);
-        stat.map_or(true, |stat| {
-            FileType::from_raw_mode(stat.st_mode) == FileType::Directory
-        })
-    };
-    found.retain(is_directory);
-    Ok(found)
+    for entry in Dir::read_from(directory)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if matches!(name.to_bytes(), b"." | b"..") || name.to_bytes() == except {
+            continue;
+        }
+        let kind = match entry.file_type() {
+            FileType::Unknown => {
+                let stat = rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
+                FileType::from_raw_mode(stat.st_mode)
+            }
+            kind => kind,
+        };
+        if kind == FileType::Directory {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Whether the mount of a directory shows its file system from the root. The kernel lists old
