@@ -394,6 +394,14 @@ impl Progress<'_> {
         self.line_at.lock().unwrap_or_else(|e| e.into_inner())
     }
 
+    /// Prints the first line of a phase, if it has none.
+    fn line_if_due(&self) {
+        let is_due = self.line_at().is_none();
+        if is_due {
+            self.line();
+        }
+    }
+
     /// Prints a line about the progress, if the user wants lines and one is due.
     fn line(&self) {
         let form = self.ui.progress;
@@ -436,10 +444,7 @@ impl bcow_oci::Progress for Progress<'_> {
                 self.bar.unset_length();
             }
         }
-        let is_due = self.line_at().is_none();
-        if is_due {
-            self.line();
-        }
+        self.line_if_due();
     }
 
     fn advance(&self, bytes: u64) {
@@ -452,6 +457,8 @@ impl bcow_oci::Progress for Progress<'_> {
 
     /// Several phases may share one count.
     fn phase(&self, name: &str) {
+        // A phase without a count has no line yet.
+        self.line_if_due();
         self.bar.set_message(printable(name).into_owned());
         // The count may still be that of the phase before.
         *self.line_at() = None;
@@ -470,8 +477,8 @@ impl Drop for Progress<'_> {
     fn drop(&mut self) {
         if self.bar.position() > 0 {
             *self.line_at() = None;
-            self.line();
         }
+        self.line_if_due();
         self.bar.finish_and_clear();
         let warned = *self.warned.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(more) = warned.checked_sub(WARNINGS_SHOWN).filter(|&n| n > 0) {

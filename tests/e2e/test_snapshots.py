@@ -474,6 +474,8 @@ class Live(Snapshots):
             self.refused("snapshot", "vm.bcow", "a b", mention=("the name of a snapshot",), code=2)
             self.refused("rollback", "vm.bcow", "one", mention=("written by bcow serve",))
             self.refused("snapshot", "rm", "vm.bcow", "one", mention=("written by bcow serve",))
+            os.mkdir("elsewhere")
+            self.refused("fork", "vm.bcow", "elsewhere/fork.bcow", mention=("--backing-dir",))
             self.assertEqual(list(snapshots("vm.bcow")), ["one"])
             # A snapshot can be read and forked meanwhile.
             bcow("fork", "vm.bcow@one", "fork.bcow")

@@ -75,7 +75,8 @@ pub fn take_snapshot(disk: &Name, name: &str, stores: &StoreArgs) -> Result<Path
     }
 }
 
-/// Whether a process of this user may act for the disk at `path`: any process can claim to serve it.
+/// Whether a process of this user may act for the disk at `path`. Any process can claim to serve
+/// it.
 fn is_trusted(uid: u32, path: &Path) -> bool {
     let own = rustix::process::geteuid().as_raw();
     uid == 0 || uid == own || path.metadata().is_ok_and(|file| file.uid() == uid)

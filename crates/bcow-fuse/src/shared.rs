@@ -3,8 +3,8 @@
 //! Each FUSE mount has inodes of its own, and so page caches of its own. To share them, the process
 //! has one more FUSE mount, which no path reaches (the *hidden mount*). Each file of the images is
 //! there once. When a program opens an unchanged file in a mount, the mount answers that the kernel
-//! shall read the file of the hidden mount instead (passthrough, Linux 6.12). The page cache is that
-//! of the hidden file then.
+//! shall read the file of the hidden mount instead (passthrough, Linux 6.12). The page cache is
+//! that of the hidden file then.
 //!
 //! An image has a *slot* in the hidden mount. The node number of a file has its slot and its inode
 //! in the image, so another process that takes the hidden mount over needs nothing else to answer a

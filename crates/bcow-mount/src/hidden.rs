@@ -13,8 +13,8 @@ use crate::Error;
 use crate::ioctl;
 
 /// A detached FUSE mount. Only processes of bcow have a descriptor of it, so no other process can
-/// open its files by a path of its own. The kernel ends it when the descriptor is closed and no file of
-/// it is open.
+/// open its files by a path of its own. The kernel ends it when the descriptor is closed and no
+/// file of it is open.
 #[derive(Debug)]
 pub struct HiddenMount {
     mount: OwnedFd,

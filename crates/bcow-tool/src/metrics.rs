@@ -141,8 +141,8 @@ struct Operation {
 
 impl MountFigures {
     /// Writes the figures of the mounts at these directories, each with a name, and how many there
-    /// are. Of those beyond [`MAX_MOUNTS`], and of those that are not asked in time, only the number
-    /// is written.
+    /// are. Of those beyond [`MAX_MOUNTS`], and of those that are not asked in time, only the
+    /// number is written.
     pub fn write(
         &self,
         page: &mut Page,

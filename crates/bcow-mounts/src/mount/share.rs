@@ -18,7 +18,8 @@ use crate::args::{MountArgs, ShareChoice};
 use crate::error::failure;
 
 /// Why a mount with all conditions does not share files.
-const NO_PASSTHROUGH: &str = "the kernel reads no files of other mounts (that needs Linux 6.12 with CONFIG_FUSE_PASSTHROUGH)";
+const NO_PASSTHROUGH: &str =
+    "the kernel reads no files of other mounts (Linux 6.12 with CONFIG_FUSE_PASSTHROUGH does)";
 
 /// Why a mount without an upper does not share files.
 pub(super) const NO_UPPER: &str = "the mount has no upper";
