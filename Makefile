@@ -1,5 +1,5 @@
 # The work is in scripts/, which needs no make; these are names for it.
-.PHONY: try test fixtures image clean
+.PHONY: try test fixtures image site clean
 
 try:
 	scripts/try
@@ -14,6 +14,14 @@ fixtures:
 # The real image of more than 1 GB, as root.
 image:
 	tests/images/make-real-image
+
+# The documents as a site: target/site/html/index.html. It needs mdBook. Links lead out of docs/, too.
+site:
+	rm -rf target/site && mkdir -p target/site/src
+	git archive HEAD '*.md' 'LICENSE-*' docs spec contrib tests/containerd | tar -x -C target/site/src
+	mv target/site/src/docs/book.toml target/site
+	sed 's|](|](docs/|; s|docs/\.\./||' docs/SUMMARY.md > target/site/src/SUMMARY.md
+	mdbook build target/site
 
 clean:
 	cargo clean

@@ -1,13 +1,17 @@
 """Shared parts of the benchmarks: the cost of a command, tables, the daemons of mounts."""
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import time
 
 MIB = 1 << 20
+# The tables of this run, for the file that BCOW_BENCH_JSON names.
+TABLES = []
 
 
 class Failed(Exception):
@@ -61,6 +65,13 @@ def table(title, head, rows):
     print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     for row in rows:
         print(f"| {' | '.join(row)} |", flush=True)
+    if path := os.environ.get("BCOW_BENCH_JSON"):
+        TABLES.append({"title": title.strip("# "), "head": head, "rows": rows})
+        commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], stdout=subprocess.PIPE,
+                                cwd=pathlib.Path(__file__).parent, text=True).stdout.strip()
+        about = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "machine": machine(),
+                 "command": f"benches/{pathlib.Path(sys.argv[0]).name}", "tables": TABLES}
+        pathlib.Path(path).write_text(json.dumps(about, ensure_ascii=False, indent=1) + "\n")
 
 
 def have(tool):
