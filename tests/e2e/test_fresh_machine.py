@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -143,4 +144,9 @@ class FreshMachine(unittest.TestCase):
         output = self.assert_passes("scripts/try", directory=directory, user=user,
                                   env={"BCOW": BCOW, "BCOW_IMAGES": fresh.images()})
         self.assertIn("from the image\n", output)
+        self.assertEqual("== Mount it without root" in output, user, output)
+        stored = dict(re.findall(r"^(\w+): [\d.]+ ms, (\d+) KiB stored$", output, re.MULTILINE))
+        self.assertLess(int(stored["bcow"]), 64, output)
+        # Not where the directory itself is on overlayfs.
+        self.assertGreaterEqual(int(stored.get("overlayfs", 1 << 18)), 1 << 18, output)
         self.assertIn("== That was it.", output)
