@@ -7,10 +7,12 @@ its page cache changes none of them.
 import ctypes
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import mmap
 import os
+import pathlib
 import random
 import shutil
 import subprocess
@@ -559,7 +561,8 @@ class Sharing(ShareCase):
         self.bcow("umount", second)
         until(lambda: held() == before, "the descriptors of the mount are closed")
         self.bcow("umount", first)
-        children = run("pgrep", "--parent", str(pid)).out.decode().split()
+        tasks = glob.glob(f"/proc/{pid}/task/*/children")
+        children = " ".join(pathlib.Path(task).read_text() for task in tasks).split()
         self.assertEqual(len(children), 1, "the opener")
         self.bcow("pool", "stop", "pool")
         for one in (pid, supervisor, *children):
