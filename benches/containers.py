@@ -12,7 +12,8 @@ page cache.
   whole machine, and the memory of the processes of bcow (PSS);
 - dense: containers of one image that import numpy and map and read 100 MB of its libraries: time
   until all have done so, and the memory that the whole machine uses more than before, page cache
-  included, then and 30 s later.
+  included, then and 30 s later. With --two-images, every other container is one of a second image,
+  which has all layers of the first one but the last.
 
 Subjects:
 
@@ -111,6 +112,7 @@ def parsed():
                         help="measure this; may be repeated [default: all of the part]")
     parser.add_argument("--containers", default="20,50,100",
                         type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--two-images", action="store_true", help="dense")
     parser.add_argument("--bcow", default=str(TOP / "target" / "release" / "bcow"))
     options = parser.parse_args()
     all_subjects = {"many": MANY, "dense": DENSE}.get(options.part, STARTS)
@@ -131,7 +133,7 @@ import support  # noqa: E402
 import test_snapshotter  # noqa: E402
 import test_snapshotter_remote  # noqa: E402
 from measure import MIB, drop_caches, machine, run, table  # noqa: E402
-from pool import pss  # noqa: E402
+from pool import pss, used  # noqa: E402
 
 
 class Node(test_snapshotter.WithContainerd):
@@ -177,13 +179,19 @@ class Node(test_snapshotter.WithContainerd):
         self.addCleanup(self.stop_all)
         self.start_containerd()
 
-    def pull(self):
-        self.ctr("image", "pull", "--plain-http", "--snapshotter", self.snapshotter, self.name)
+    def pull(self, name=None):
+        self.ctr("image", "pull", "--plain-http", "--snapshotter", self.snapshotter,
+                 name or self.name)
 
-    def run_in(self, name, *command, options=("--rm",)):
+    def run_in(self, name, *command, options=("--rm",), image=None):
         """Runs a container; runc knows it by name, beside those of other containerds."""
-        self.ctr("run", *options, "--snapshotter", self.snapshotter, self.name,
+        self.ctr("run", *options, "--snapshotter", self.snapshotter, image or self.name,
                  f"bench-{os.getpid()}-{Node.made}-{name}", *command)
+
+    @property
+    def second(self):
+        """The second image of --two-images."""
+        return self.name.replace("/whole:", "/shorter:")
 
 
 def reduced(image, leave_out, directory):
@@ -220,6 +228,13 @@ def prepare(options, network):
 
     def inside(name):
         return f"docker://127.0.0.1:5000/bench/{name}"
+
+    if options.two_images:
+        shutil.rmtree(options.work / "shorter", ignore_errors=True)
+        manifest = support.run("skopeo", "inspect", "--raw", image).out
+        shorter = reduced(image, [len(json.loads(manifest)["layers"])], options.work / "shorter")
+        run(network.inside("skopeo", "--insecure-policy", "copy", "--dest-tls-verify=false",
+                           shorter, inside("shorter:1")))
 
     names = {subject: image_of(options, subject) for subject in options.subjects}
     for name in sorted(set(names.values())):
@@ -293,6 +308,8 @@ def nodes(options):
         for subject in options.subjects:
             with Node.started(subject, "whole") as node:
                 node.pull()
+                if options.two_images:
+                    node.pull(node.second)
                 drop_caches()
                 yield count, node
 
@@ -316,13 +333,6 @@ def many(options, network):
                                           "PSS of bcow for each, MiB"], rows)
 
 
-def used():
-    """Bytes of memory that are not free."""
-    fields = dict(line.split(":") for line in open("/proc/meminfo"))
-    total, free = (int(fields[name].split()[0]) for name in ("MemTotal", "MemFree"))
-    return (total - free) * 1024
-
-
 def dense(options, network):
     rows, references = [], {}
     for count, node in nodes(options):
@@ -332,7 +342,8 @@ def dense(options, network):
         before, begun = used(), time.monotonic()
         for number in range(count):
             node.run_in(number, "/usr/bin/python3", "-c", USER, f"/mnt/{number}",
-                        options=("--detach", "--mount", mount))
+                        options=("--detach", "--mount", mount),
+                        image=node.second if options.two_images and number % 2 else None)
         up = time.monotonic() - begun
         while len(os.listdir(ready)) < count:
             time.sleep(0.01)

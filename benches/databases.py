@@ -163,6 +163,42 @@ class MariaDb(Server):
         self.run_tool("mariadb", *self.login(), "-e", "shutdown")
 
 
+def created(bench):
+    """pgbench on a database that is created in the mount."""
+    lack = Postgres.missing()
+    if lack:
+        print(f"left out: created: not installed: {', '.join(lack)}")
+        return
+    server = Postgres(bench)
+    with bench.tree("created") as tree:
+        (tree / "file").write_bytes(b"x")
+        bench.prepare(tree)
+
+        def each(subject):
+            def note(row, unit, value):
+                bench.results.note("created", row, unit, subject, value)
+
+            try:
+                with subject.instance(tree) as one:
+                    data = one.path / "data"
+                    data.mkdir(mode=0o700)
+                    os.chown(data, server.user.pw_uid, server.user.pw_gid)
+                    begin = time.monotonic()
+                    server.prepare(data)
+                    note(f"initdb, and pgbench -i -s {bench.args.scale}", "s",
+                         time.monotonic() - begin)
+                    server.start(data)
+                    for when in ("first", "next"):
+                        rate, _ = server.transactions()
+                        note(f"transactions, {when} {bench.args.seconds:g} s", "per s", rate)
+                    server.stop()
+            finally:
+                server.kill()
+
+        bench.rounds(each)
+    bench.results.show("created", "PostgreSQL, pgbench: created in the mount", bench.measured)
+
+
 def measure(bench, kind):
     lack = kind.missing()
     if lack:

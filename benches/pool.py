@@ -3,7 +3,7 @@
 
     benches/pool.py --image IMG.bcow [--bcow target/release/bcow] [--work DIR]
                     [--mounts 20,50,100] [--seconds 10] [--upper] [--fill]
-                    [--only density|neighbour]
+                    [--only density|neighbour|programs] [--program CODE]
 
 Density: memory of all processes (PSS), time until all mounts are up, and CPU. Each mount is listed
 and reads one file (--file), so that its threads have worked; with --fill also the largest 20, which
@@ -11,7 +11,11 @@ fill the caches. A process gives its caches back after ten seconds without a req
 
 Neighbours: one mount is read as fast as possible by several processes, past the kernel's cache; the
 other reads 4 KiB at random at a fixed rate, and its p99 counts: alone, beside programs that use no
-other mount, in one pool, in two pools, in two pools with --cpus. Needs root.
+other mount, in one pool, in two pools, in two pools with --cpus.
+
+Programs: ten mounts with an upper each, one after the other, and in each a Python program that
+imports scipy and stays: time until all have done so, mounts included, and the memory that the whole
+machine uses more than before. Needs root.
 """
 
 import argparse
@@ -22,6 +26,7 @@ import os
 import pathlib
 import random
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -173,6 +178,56 @@ def density(bench, options):
            "in a pool", "overlayfs"], rows)
 
 
+def used():
+    """Bytes of memory that are not free."""
+    fields = dict(line.split(":") for line in open("/proc/meminfo"))
+    total, free = (int(fields[name].split()[0]) for name in ("MemTotal", "MemFree"))
+    return (total - free) * 1024
+
+
+def programs_of(bench, options, way):
+    """Seconds and bytes of memory of programs in mounts of their own."""
+    drop_caches()
+    before, begin = used(), time.monotonic()
+    if way == "pool":
+        bench.run("pool", "start", "programs")
+    places, running = [], []
+    for _ in range(10):
+        where = (bench.overlay(True) if way == "overlayfs" else
+                 bench.mount(*(["--pool", "programs"] if way == "pool" else []),
+                             "-o", "allow_other,suid,dev", upper=True))
+        places.append(where)
+        running.append(subprocess.Popen(
+            ["chroot", where, "/usr/bin/python3", "-Bc", options.program +
+             "; print(1, flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        if running[-1].stdout.readline() != b"1\n":
+            raise SystemExit(f"the program failed in {where}")
+    found = time.monotonic() - begin, used() - before
+    for process in running:
+        process.communicate(b"\n")
+    if way == "overlayfs":
+        bench.end_overlays(places)
+    else:
+        bench.end(places, "programs" if way == "pool" else None)
+    return found
+
+
+def programs(bench, options):
+    if not bench.unpacked:
+        bench.unpack()
+    ways = ("overlayfs", "pool", "alone")
+    rounds = [{way: programs_of(bench, options, way) for way in ways}
+              for _ in range(options.rounds)]
+    rows, reference = [], None
+    for way in ways:
+        seconds, memory = (statistics.median(one[way][kind] for one in rounds) for kind in (0, 1))
+        reference = reference or (seconds, memory)
+        rows.append([way, f"{seconds:.2f}", f"{seconds / reference[0]:.2f}",
+                     f"{memory / MIB:.0f}", f"{memory / reference[1]:.2f}"])
+    table(f"### Ten mounts, and in each: {options.program}",
+          ["", "all up, s", "/ overlayfs", "memory of the machine, MiB", "/ overlayfs"], rows)
+
+
 def large_files(where):
     """Files for the readers: the largest of the image."""
     found = sorted(((path.stat().st_size, path) for path in where.rglob("*")
@@ -281,15 +336,17 @@ def main():
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--fill", action="store_true", help="each mount reads the largest files")
     parser.add_argument("--upper", action="store_true", help="each mount has an upper")
-    parser.add_argument("--only", choices=["density", "neighbour"])
+    parser.add_argument("--only", choices=["density", "neighbour", "programs"])
+    parser.add_argument("--program", default="import scipy", help="Python, for programs")
+    parser.add_argument("--rounds", type=int, default=3, help="of programs")
     options = parser.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory(prefix="pool-", dir=options.work) as directory:
         bench = Bench(options, pathlib.Path(directory))
-        if options.only != "neighbour":
-            density(bench, options)
-        if options.only != "density":
-            neighbour(bench, options)
+        for name, part in (("density", density), ("neighbour", neighbour),
+                           ("programs", programs)):
+            if options.only in (None, name):
+                part(bench, options)
 
 
 if __name__ == "__main__":

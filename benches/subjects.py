@@ -327,6 +327,26 @@ class Bcow(Subject):
         run([self.bench.bcow, "umount", instance.path])
 
 
+class BcowPool(Bcow):
+    """In a pool, where mounts share files."""
+
+    name, title = "bcow-pool", "**bcow**, in a pool"
+    has_daemon = False
+
+    def attach(self, lower, directory, options=(), **rest):
+        run([self.bench.bcow, "pool", "start", self.pool(directory)])
+        super().attach(lower, directory, ["--pool", self.pool(directory), "--share", "on",
+                                          *options])
+
+    def unmount(self, instance):
+        super().unmount(instance)
+        run([self.bench.bcow, "pool", "stop", self.pool(instance.path.parent)])
+
+    def pool(self, directory):
+        # Each instance has one of its own, so that its caches are empty.
+        return f"bench-{os.getpid()}-{directory.name}"
+
+
 class BcowKernel(Bcow):
     """The kernel's ext4, on a disk that shows the image."""
 
@@ -355,5 +375,5 @@ class BcowPlain(Bcow):
     convert_options = ["--plain"]
 
 
-ALL = [Native, Overlay, OverlayErofs, OverlayXfs, OverlayBtrfs, FuseOverlay, Bcow, BcowKernel,
-       BcowWriteback, BcowPlain]
+ALL = [Native, Overlay, OverlayErofs, OverlayXfs, OverlayBtrfs, FuseOverlay, Bcow, BcowPool,
+       BcowKernel, BcowWriteback, BcowPlain]

@@ -2,8 +2,10 @@
 Python's compiler."""
 
 import os
+import pathlib
 import shutil
 import subprocess
+import tempfile
 
 from measure import MIB, drop_caches, run
 
@@ -33,17 +35,23 @@ def inside(root, *command):
                 "chroot", root, *command]).wall
 
 
-def repository(bench, tree):
-    """A repository of source files, and a bare clone of it in the tree."""
-    source = bench.work / "source"
-    source.mkdir()
-    bench.small_files(source, bench.args.storm_files // 100, 100, 6_000)
+def repository(bench, source):
+    """A bare repository with the files of a directory."""
+    bare = bench.work / "sources.git"
     git = ["git", "-C", str(source), "-c", "user.name=bench", "-c", "user.email=bench@example.org"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "sources"]):
         subprocess.run([*git, *command], check=True, stdin=subprocess.DEVNULL)
-    run(["git", "clone", "-q", "--bare", source, tree / "srv" / "sources.git"])
+    run(["git", "clone", "-q", "--bare", source, bare])
+    return bare
+
+
+def sources(bench, tree):
+    """A repository of source files in the tree."""
+    with tempfile.TemporaryDirectory(dir=bench.work) as source:
+        source = pathlib.Path(source)
+        bench.small_files(source, bench.args.storm_files // 100, 100, 6_000)
+        shutil.move(repository(bench, source), tree / "srv" / "sources.git")
     run(["chown", "-R", "0:0", tree / "srv" / "sources.git"])
-    shutil.rmtree(source)
 
 
 def measure(bench):
@@ -56,7 +64,7 @@ def measure(bench):
         (tree / "srv" / "debs").mkdir(parents=True)
         for path in packages(bench.args.debs):
             shutil.copy(path, tree / "srv" / "debs")
-        repository(bench, tree)
+        sources(bench, tree)
         names = [f"/srv/debs/{path.name}" for path in packages(bench.args.debs)]
         bench.prepare(tree)
 

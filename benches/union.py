@@ -40,7 +40,7 @@ PARTS = {"start": workloads.start, "write-once": workloads.write_once,
          "append": workloads.append, "sync": workloads.sync, "fsync": workloads.fsync,
          "postgres": lambda bench: databases.measure(bench, databases.Postgres),
          "mariadb": lambda bench: databases.measure(bench, databases.MariaDb),
-         "tools": tools.measure}
+         "created": databases.created, "tools": tools.measure}
 
 
 def size_of(text):
@@ -157,7 +157,8 @@ def main():
                         help="where lowers and uppers go: eight times the largest tree")
     parser.add_argument("--only", type=words, help="some parts: " + ", ".join(PARTS))
     parser.add_argument("--subjects", type=words, default=[
-                            name for name in names if name not in ("bcow-plain", "bcow-writeback")],
+                            name for name in names if name not in ("bcow-plain", "bcow-pool",
+                                                              "bcow-writeback")],
                         help="some of: " + ", ".join(names))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)

@@ -4,12 +4,14 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import tempfile
 import time
 
 import papers
+import tools
 from measure import MIB, Failed, drop_caches, have, process_resident, run, table
 from results import mib, shown
 
@@ -300,6 +302,7 @@ def unpack(bench):
         with tempfile.TemporaryDirectory(dir=bench.work) as source:
             bench.small_files(pathlib.Path(source), directories, files, 12_000)
             run(["tar", "-C", source, "-cf", archive, "."])
+            bare = tools.repository(bench, source)
 
         def each(subject):
             def note(row, seconds):
@@ -315,9 +318,12 @@ def unpack(bench):
                      bench.seconds("find", to, "-type", "f", "-exec", "cat", "{}", "+"))
                 note("cp -a of them", bench.seconds("cp", "-a", to, one.path / "copy"))
                 note("rm -rf of the copy", bench.seconds("rm", "-rf", one.path / "copy"))
+                note("git clone of them", bench.seconds("git", "clone", "-q", "--no-hardlinks",
+                                                        bare, one.path / "clone"))
 
         bench.rounds(each)
         archive.unlink()
+        shutil.rmtree(bare)
     bench.results.show("unpack", f"Unpacking {bench.args.storm_files:,} files of 12,000 bytes",
                        bench.measured)
 
