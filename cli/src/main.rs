@@ -21,7 +21,7 @@ use bcow_images::{
 };
 use bcow_mounts::helper::{self, Request};
 use bcow_mounts::{ask, heap, limits, named_mount};
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::{CommandError, exit};
 use crate::ui::Ui;
@@ -156,7 +156,25 @@ fn command() -> clap::Command {
 }
 
 fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
-    Cli::from_arg_matches(&command().try_get_matches_from(arguments)?)
+    match parse_of_one_command(arguments) {
+        Some(cli) => Ok(cli),
+        None => Cli::from_arg_matches(&command().try_get_matches_from(arguments)?),
+    }
+}
+
+/// Parses the command lines that a start of a container executes. To make the options and the help
+/// of all commands takes milliseconds, as long as the rest of a mount. `None` for other commands,
+/// and for a command line that is not valid or asks for help.
+fn parse_of_one_command(arguments: &[OsString]) -> Option<Cli> {
+    let name = arguments.get(1)?.to_str()?;
+    let command = match name {
+        "mount" => commands::mount::Args::augment_args(clap::Command::new("mount")),
+        "umount" => commands::umount::Args::augment_args(clap::Command::new("umount")),
+        _ => return None,
+    };
+    let all = GlobalArgs::augment_args(clap::Command::new("bcow")).subcommand(command);
+    let matches = all.try_get_matches_from(arguments).ok()?;
+    Cli::from_arg_matches(&matches).ok()
 }
 
 /// A panic is a bug of bcow, and the state that a panicked thread leaves behind is not reliable:
