@@ -63,7 +63,34 @@ class Setup(unittest.TestCase):
                 self.assertIn(said, first)
                 self.assertTrue(all(hint.startswith("setup: hint: ") for hint in hints), hints)
                 self.assertIn("https://sh.rustup.rs | sh", "".join(hints))
-                self.assertIn("run this again", hints[-1])
+                self.assertIn("Run this again with --install-rust", "".join(hints))
+
+    def test_rust_is_installed_by_its_installer_if_the_option_allows_it(self):
+        need(root=True)
+        # In place of curl: it prints an installer of programs that say a version.
+        installer = """#!/bin/sh
+echo "echo fetched: $* >&2; PATH=/usr/bin:/bin; mkdir -p \$HOME/.cargo/bin"
+echo 'for tool in cargo rustc; do'
+echo '    printf "#!/bin/sh\necho $tool 1.%s.0\n" "$MINOR" >$HOME/.cargo/bin/$tool'
+echo '    chmod 755 $HOME/.cargo/bin/$tool'
+echo done
+"""
+        for minor, ends in (("99", ["setup: Rust is there: 1.99.0, in "]),
+                            ("80", ["setup: error: ", "is of Rust 1.80.0", "also after rustup"])):
+            with self.subTest(minor=minor), tempfile.TemporaryDirectory() as home:
+                path = self.without_rust(home)
+                curl = os.path.join(path, "curl")
+                write_file(curl, installer)
+                os.chmod(curl, 0o755)
+                done = subprocess.run(["scripts/setup", "try", "--install-rust"], cwd=TOP,
+                                      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, text=True, timeout=60,
+                                      env={"HOME": home, "PATH": path, "MINOR": minor})
+                self.assertIn("fetched: --proto =https --tlsv1.2 -sSf https://", done.stdout)
+                for end in ends:
+                    self.assertIn(end, done.stdout)
+                # The next steps lack their programs in this PATH.
+                self.assertNotEqual(done.returncode, 0, done.stdout)
 
     @staticmethod
     def without_rust(directory):
