@@ -1,11 +1,24 @@
 # The work is in scripts/, which needs no make; these are names for it.
-.PHONY: try test fixtures image site clean
+.PHONY: build install try test release fixtures image site clean
+
+# Without a goal, as other programs are built.
+build:
+	cargo build --release --locked --bins
+
+# scripts/install has the variables: make install PREFIX=/usr DESTDIR=/tmp/tree
+export PREFIX DESTDIR BINARIES HELPERS ZSH
+install:
+	scripts/install
 
 try:
 	scripts/try
 
 test:
 	scripts/test
+
+# The packages, in target/dist.
+release:
+	scripts/release
 
 # The tiny OCI layouts, to look at or to test with.
 fixtures:

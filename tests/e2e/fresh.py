@@ -162,12 +162,14 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machine(parent, binds=None, rust=None, keep=False):
+def machine(parent, binds=None, rust=None, keep=False, toolchain=True):
     """A machine for the length of a with block; `binds` are host directories that it can see."""
     directory = tempfile.mkdtemp(prefix="fresh-", dir=parent)
     fresh = None
     try:
-        fresh = Machine(directory, {rust or sysroot(): RUST, **(binds or {})})
+        if toolchain:
+            binds = {rust or sysroot(): RUST, **(binds or {})}
+        fresh = Machine(directory, binds or {})
         yield fresh
     finally:
         if fresh:

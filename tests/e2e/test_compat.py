@@ -1,0 +1,88 @@
+"""Files and documents of earlier versions (fixtures/compat): docs/compatibility.md."""
+
+import json
+import os
+import unittest
+
+import frozen
+from support import TOP, assert_same_tree, bcow, need, read_json
+
+VERSIONS = os.path.join(TOP, "fixtures", "compat")
+
+
+def lacks(old, new, at=""):
+    """The members of a document that a later one of the same schema lacks, or has in another
+    type."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key, value in old.items():
+            if key not in new:
+                yield f"{at}.{key} is missing"
+            elif key == "schema" and new[key] != value:
+                yield f"{at}.schema is {new[key]}"
+            else:
+                yield from lacks(value, new[key], f"{at}.{key}")
+    elif isinstance(old, list) and isinstance(new, list):
+        if old and not new:
+            yield f"{at} is empty"
+        for number, (one, other) in enumerate(zip(old, new)):
+            yield from lacks(one, other, f"{at}[{number}]")
+    elif old is not None and type(old) is not type(new):
+        yield f"{at} is {new!r}, and was {old!r}"
+
+
+class Compatibility(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need("qemu-io", "tar", root=True, fuse=True)
+        cls.versions = [os.path.join(VERSIONS, name) for name in sorted(os.listdir(VERSIONS))
+                        if name != "README.md"]
+
+    def each(self):
+        for version in self.versions:
+            with self.subTest(version=version), frozen.unpacked(version) as here:
+                yield version, here
+        self.assertTrue(self.versions)
+
+    def test_files_of_each_version_show_what_they_showed(self):
+        for version, here in self.each():
+            expected = read_json(os.path.join(version, "expected.json"))
+            seen = frozen.observe(here)
+            self.assertLessEqual(expected.keys(), seen.keys())
+            for name, value in expected.items():
+                with self.subTest(name=name):
+                    if name in frozen.DISKS:
+                        self.assertEqual(seen[name], value)
+                    else:
+                        assert_same_tree(self, *(side.get(side[name], side[name])
+                                                 if isinstance(side[name], str) else side[name]
+                                                 for side in (expected, seen)))
+
+    def test_documents_have_all_members_of_earlier_versions(self):
+        for version, here in self.each():
+            new = dict(frozen.documents(here))
+            for name, old in read_json(os.path.join(version, "documents.json")).items():
+                with self.subTest(name=name):
+                    self.assertEqual(list(lacks(old, new[name])), [])
+
+    def test_disks_of_each_version_are_written_without_new_features(self):
+        for _, here in self.each():
+            def features():
+                shown = bcow("inspect", "disk.bcow", "--json", cwd=here).out
+                return json.loads(shown)["format"]["feature_masks"]
+
+            def content():
+                bcow("export", "disk.bcow", "--to", "raw", "-o", "made/raw", cwd=here)
+                return frozen.tree.content(f"{here}/made/raw")[0]
+            before = features(), content()
+            frozen.write_disk(f"{here}/disk.bcow", "write -P 9 64k 4k", "flush")
+            self.assertEqual(features(), before[0])
+            self.assertNotEqual(content(), before[1])
+            bcow("rollback", "disk.bcow", "late", cwd=here)
+            self.assertEqual(content(), before[1])
+            self.assertEqual(features(), before[0])
+
+    def test_a_missing_and_a_changed_member_are_found(self):
+        old = {"schema": "a/1", "list": [{"size": 1}], "kept": None}
+        self.assertEqual(list(lacks(old, {**old, "added": 1, "kept": "text"})), [])
+        self.assertEqual(list(lacks(old, {"schema": "a/2", "list": [{"size": "1"}]})),
+                         [".schema is a/2", ".list[0].size is '1', and was 1", ".kept is missing"])
