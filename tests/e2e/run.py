@@ -193,8 +193,8 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=max(4, os.cpu_count() or 4),
                         help="suites that run at the same time")
-    parser.add_argument("--limit", type=float, default=1500, help="seconds for one suite")
-    parser.add_argument("--total", type=float, default=2400, help="seconds for all suites")
+    parser.add_argument("--limit", type=float, default=2400, help="seconds for one suite")
+    parser.add_argument("--total", type=float, default=3000, help="seconds for all suites")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("suites", nargs="*")
     options = parser.parse_args()

@@ -228,7 +228,7 @@ class Mounts(PoolCase):
         self.assertEqual(read_text(os.path.join(again, "new")), "kept")
         self.bcow("umount", again)
         self.bcow("umount", places[1])
-        self.assertEqual(self.stats()["mounts"], [])
+        until(lambda: self.stats()["mounts"] == [], "the pool notices the unmount")
         self.bcow("pool", "stop", "pool")
         self.assertEqual(self.list(), [])
         self.assert_ends(pid)
@@ -342,6 +342,14 @@ class Mounts(PoolCase):
 
 
 class Ends(PoolCase):
+    def test_stop_follows_the_last_unmount_at_once(self):
+        # The thread of a mount may end after `bcow umount`.
+        for number in range(10):
+            self.start()
+            where = self.mount("--upper", os.path.join(self.pools, f"upper{number}"))
+            self.bcow("umount", where)
+            self.bcow("pool", "stop", "pool")
+
     @promise("`bcow pool stop` ends a pool with mounts only with --force")
     def test_stop_keeps_mounts_without_force(self):
         self.start()

@@ -107,9 +107,15 @@ fn ask(control: &str, disk: &Name, path: &Path, name: &str) -> Result<PathBuf, C
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
-        stream.write_all(format!("{}\n", serde_json::to_string(&request)?).as_bytes())?;
+        let sent = stream.write_all(format!("{}\n", serde_json::to_string(&request)?).as_bytes());
         let mut line = String::new();
-        BufReader::new(stream.take(MAX_ANSWER_BYTES)).read_line(&mut line)?;
+        let read = BufReader::new(stream.take(MAX_ANSWER_BYTES)).read_line(&mut line);
+        // A process that refuses this client closes the connection before it reads the request; its
+        // answer is there all the same.
+        if line.is_empty() {
+            sent.and(read)?;
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         Ok(serde_json::from_str(&line)?)
     };
     match exchange().context(cannot)? {

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bcow::BlockCache;
 use bcow_fuse::kernel::DiskStopper;
@@ -48,6 +48,8 @@ const SIDE_BY_SIDE: usize = 8;
 const MAX_MOUNTS: usize = 1000;
 /// How long a client may take to send its request.
 const ASKS_WITHIN: Duration = Duration::from_secs(10);
+/// How long the threads of unmounted mounts may take to end before the end of the pool is refused.
+const LEAVES_WITHIN: Duration = Duration::from_secs(2);
 /// Pause after a failed accept, which mostly means too few descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -463,10 +465,35 @@ impl Pool {
         }
     }
 
+    /// The state, when the mounts that the kernel has ended are no longer listed: `bcow umount`
+    /// returns before the thread of the mount has ended. Waits for a limited time only, because a
+    /// mount can continue in another mount namespace.
+    fn without_unmounted(&self) -> MutexGuard<'_, PoolState> {
+        let mut state = self.state();
+        let mounted = bcow_fuse::mounted_images().unwrap_or_default();
+        let unmounted: Vec<u64> = (state.mounts.iter())
+            .filter(|(_, mount)| {
+                let device = mount.service.device.as_ref();
+                !mounted.iter().any(|one| Some(&one.device) == device)
+            })
+            .map(|(number, _)| *number)
+            .collect();
+        let deadline = Instant::now() + LEAVES_WITHIN;
+        while unmounted.iter().any(|one| state.mounts.contains_key(one)) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state
+    }
+
     /// Ends the pool. Returns the number of mounts that are in use.
     fn stop(&self, force: bool) -> Result<u64, CommandError> {
         {
-            let mut state = self.state();
+            let mut state = if force { self.state() } else { self.without_unmounted() };
             if state.is_restarting {
                 let name = &self.name;
                 return Err(CommandError::new(format!("cannot stop the pool {name}"))
