@@ -1,11 +1,13 @@
-"""Files and documents of earlier versions (fixtures/compat): docs/compatibility.md."""
+"""Files and documents of earlier versions (fixtures/compat): docs/compatibility.md; and programs that
+use the crates: docs/guide/library.md."""
 
 import json
 import os
+import tempfile
 import unittest
 
 import frozen
-from support import TOP, assert_same_tree, bcow, need, read_json
+from support import BCOW, TOP, WORK, assert_same_tree, bcow, missing, need, read_json, run
 
 VERSIONS = os.path.join(TOP, "fixtures", "compat")
 
@@ -86,3 +88,19 @@ class Compatibility(unittest.TestCase):
         self.assertEqual(list(lacks(old, {**old, "added": 1, "kept": "text"})), [])
         self.assertEqual(list(lacks(old, {"schema": "a/2", "list": [{"size": "1"}]})),
                          [".schema is a/2", ".list[0].size is '1', and was 1", ".kept is missing"])
+
+
+class Library(unittest.TestCase):
+    def test_the_programs_of_the_guide_run(self):
+        examples = os.path.join(os.path.dirname(BCOW), "examples")
+        if not os.path.exists(os.path.join(examples, "print_file")):
+            missing(f"no examples in {examples}; `cargo test` makes them")
+        with tempfile.TemporaryDirectory(prefix="library-", dir=WORK) as directory:
+            layout, image = (os.path.join(directory, name) for name in ("layout", "image.bcow"))
+            frozen.image(layout)
+            listed = run(os.path.join(examples, "largest_files"), layout, "tag", image).out.decode()
+            size = len(frozen.LARGE)
+            self.assertRegex(listed, rf"^{image}: \d+ inodes in \d+ bytes\n"
+                                     rf" +{size} large\n +{size} again\n")
+            shown = run(os.path.join(examples, "print_file"), image, "/large").out
+            self.assertEqual(shown, frozen.LARGE)
