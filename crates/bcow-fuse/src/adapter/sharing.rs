@@ -49,6 +49,8 @@ pub(crate) struct Sharing {
 pub(super) enum Opening {
     /// By requests to this process.
     Ordinary,
+    /// By passthrough, to the backing with this number, which has the content of the image.
+    Unchanged(u32),
     /// By passthrough, to the backing with this number.
     Passed(u32),
     /// By another number: it must look the path up again.
@@ -57,6 +59,8 @@ pub(super) enum Opening {
 
 /// The handle of a descriptor that sends requests: the union counts these.
 pub(super) const COUNTED: FileHandle = FileHandle(1);
+/// The handle of a descriptor that shows the content of the image: the union counts these too.
+pub(super) const UNCHANGED: FileHandle = FileHandle(2);
 
 /// How long the kernel may cache the attributes of a file that programs may map for writing: the
 /// host then changes the times of the file, and the kernel does not know. With no caching, each
@@ -94,7 +98,7 @@ impl Sharing {
         };
         if flags.0 & libc::O_ACCMODE == libc::O_RDONLY {
             match self.image_backing(fs, node, nid) {
-                Ok(number) => return Ok(Opening::Passed(number)),
+                Ok(number) => return Ok(Opening::Unchanged(number)),
                 // So the number was never opened. The alias needs no backing.
                 Err(error) => tracing::warn!("cannot share inode {}: {error}", nid.0),
             }
@@ -124,12 +128,25 @@ impl Sharing {
 
     /// The number of the backing with the content of the image.
     fn image_backing(&self, fs: &UnionFs, node: NodeId, nid: Nid) -> io::Result<u32> {
-        if let Some(number) = fs.image_backing(node) {
+        if let Some(number) = fs.open_image(node) {
             return Ok(number);
         }
         // Without a lock: this can wait for the opener.
         let file = self.image.open(nid)?;
-        fs.backing(node, || BackingId::create_raw(&self.connection, &*file))
+        fs.open_image_with(node, || BackingId::create_raw(&self.connection, &*file))
+    }
+
+    /// A descriptor with this handle was closed.
+    pub(super) fn closed(&self, fs: &UnionFs, node: NodeId, handle: FileHandle) {
+        match handle {
+            COUNTED => fs.closed(node),
+            UNCHANGED => {
+                if let Some(number) = fs.image_closed(node) {
+                    self.close(number);
+                }
+            }
+            _ => {}
+        }
     }
 
     /// The kernel has forgotten references to a node.
@@ -289,13 +306,13 @@ fn created_and_passed(attributes: &FileAttr, valid: Duration, number: u32) -> Ve
 }
 
 /// Replies that the kernel uses the backing with this number.
-pub(super) fn opened(number: u32, reply: ReplyOpen) {
+pub(super) fn opened(number: u32, handle: FileHandle, reply: ReplyOpen) {
     // SAFETY: the number is that of an open backing of this connection. `into_raw` below keeps it
     // open.
     #[allow(unsafe_code)]
     let backing = unsafe { reply.wrap_backing(number) };
     // The kernel has nothing that a close would have to flush.
-    reply.opened_passthrough(FileHandle(0), FopenFlags::FOPEN_NOFLUSH, &backing);
+    reply.opened_passthrough(handle, FopenFlags::FOPEN_NOFLUSH, &backing);
     let _ = backing.into_raw();
 }
 

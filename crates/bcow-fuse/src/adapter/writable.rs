@@ -456,7 +456,8 @@ impl fuser::Filesystem for Writable {
             Ok(Opening::Ordinary) => {
                 reply.opened(sharing::COUNTED, FopenFlags::FOPEN_KEEP_CACHE);
             }
-            Ok(Opening::Passed(number)) => sharing::opened(number, reply),
+            Ok(Opening::Unchanged(number)) => sharing::opened(number, sharing::UNCHANGED, reply),
+            Ok(Opening::Passed(number)) => sharing::opened(number, FileHandle(0), reply),
             Ok(Opening::Again) => reply.error(fuser::Errno::ESTALE),
             Err(errno) => reply.error(reply::to_fuser(errno)),
         }
@@ -472,8 +473,8 @@ impl fuser::Filesystem for Writable {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        if handle == sharing::COUNTED {
-            self.fs.closed(id(ino));
+        if let Some(sharing) = &self.sharing {
+            sharing.closed(&self.fs, id(ino), handle);
         }
         reply.ok();
     }

@@ -10,7 +10,7 @@
 //! other descriptor is open. From then on all descriptors have it, until the kernel forgets the
 //! node.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io;
 use std::sync::atomic::Ordering;
@@ -35,30 +35,47 @@ const SET_ID: u16 = 0o6000;
 /// kernel closes.
 pub(super) const UNKNOWN_OPENS: u64 = 1 << 32;
 
+/// Most backings with content of the image that no descriptor uses. The kernel keeps an open file
+/// for each, which it cannot release when memory is short.
+const MOST_UNUSED: usize = 1 << 15;
+
 /// The backings of nodes that the kernel holds.
 ///
 /// A lock is held while the kernel makes a file a backing, which waits for nothing, and acquired
 /// before those of the table and of the ledger.
 #[derive(Debug, Default)]
 pub(super) struct Backings {
-    of_image: Mutex<HashMap<NodeId, Backing>>,
-    of_upper: Mutex<HashMap<NodeId, Backing>>,
+    of_image: Mutex<NodeBackings>,
+    of_upper: Mutex<NodeBackings>,
     /// Those of nodes that the kernel has forgotten, which the adapter does not know.
     left_over: Mutex<Vec<u32>>,
     /// Why the kernel takes no file of the upper, once it has refused one.
     refused: OnceLock<String>,
 }
 
+#[derive(Debug, Default)]
+struct NodeBackings {
+    all: HashMap<NodeId, Backing>,
+    /// Those that no descriptor uses, by the order in which the last one was closed.
+    unused: BTreeMap<u64, NodeId>,
+    /// The place of the next one in this order.
+    next: u64,
+}
+
 #[derive(Debug)]
 struct Backing {
     /// The number that the kernel gave.
     number: u32,
+    /// The descriptors that use it; only counted for the content of the image.
+    opens: u64,
+    /// The place in [`NodeBackings::unused`].
+    unused: Option<u64>,
     /// Dropped before the kernel may give the number to another file.
     _entry: Option<BackingEntry>,
 }
 
 impl Backings {
-    fn of(&self, kind: BackingKind) -> &Mutex<HashMap<NodeId, Backing>> {
+    fn of(&self, kind: BackingKind) -> &Mutex<NodeBackings> {
         match kind {
             BackingKind::Image => &self.of_image,
             BackingKind::Upper => &self.of_upper,
@@ -66,22 +83,74 @@ impl Backings {
     }
 }
 
-impl UnionFs {
-    /// The number of the backing with the content of the image, if it has one.
-    pub fn image_backing(&self, id: NodeId) -> Option<u32> {
-        let backings = self.backings.of_image.lock();
-        backings.get(&id).map(|backing| backing.number)
+impl NodeBackings {
+    fn number(&self, id: NodeId) -> Option<u32> {
+        self.all.get(&id).map(|backing| backing.number)
     }
 
-    /// As [`UnionFs::image_backing`]; `make` makes a missing one, without waiting.
-    pub fn backing(&self, id: NodeId, make: impl FnOnce() -> io::Result<u32>) -> io::Result<u32> {
+    /// Counts a descriptor.
+    fn open(&mut self, id: NodeId) -> Option<u32> {
+        let backing = self.all.get_mut(&id)?;
+        backing.opens += 1;
+        if let Some(place) = backing.unused.take() {
+            self.unused.remove(&place);
+        }
+        Some(backing.number)
+    }
+
+    /// Counts a descriptor less. Gives the number of a backing that is not kept any more.
+    fn close(&mut self, id: NodeId) -> Option<u32> {
+        let backing = self.all.get_mut(&id)?;
+        backing.opens = backing.opens.saturating_sub(1);
+        if backing.opens > 0 || backing.unused.is_some() {
+            return None;
+        }
+        backing.unused = Some(self.next);
+        self.unused.insert(self.next, id);
+        self.next += 1;
+        if self.unused.len() <= MOST_UNUSED {
+            return None;
+        }
+        let oldest = *self.unused.first_key_value()?.1;
+        self.remove(oldest)
+    }
+
+    fn remove(&mut self, id: NodeId) -> Option<u32> {
+        let backing = self.all.remove(&id)?;
+        if let Some(place) = backing.unused {
+            self.unused.remove(&place);
+        }
+        Some(backing.number)
+    }
+}
+
+impl UnionFs {
+    /// Opens the content of the image for a program. Gives the number of the backing, if there is
+    /// one; [`UnionFs::image_closed`] tells the end.
+    pub fn open_image(&self, id: NodeId) -> Option<u32> {
+        self.backings.of_image.lock().open(id)
+    }
+
+    /// As [`UnionFs::open_image`]; `make` makes a missing backing, without waiting.
+    pub fn open_image_with(
+        &self,
+        id: NodeId,
+        make: impl FnOnce() -> io::Result<u32>,
+    ) -> io::Result<u32> {
         let mut backings = self.backings.of_image.lock();
-        if let Some(backing) = backings.get(&id) {
-            return Ok(backing.number);
+        if let Some(number) = backings.open(id) {
+            return Ok(number);
         }
         let number = make()?;
-        backings.insert(id, self.recorded(id, BackingKind::Image, number));
+        let backing = self.recorded(id, BackingKind::Image, number, 1);
+        backings.all.insert(id, backing);
         Ok(number)
+    }
+
+    /// A descriptor of the content of the image was closed. Gives the number of a backing that the
+    /// caller closes: that of a file that was not used for longest, if there are many.
+    pub fn image_closed(&self, id: NodeId) -> Option<u32> {
+        self.backings.of_image.lock().close(id)
     }
 
     /// Opens a file for a program. Gives the number of its backing if the kernel shall use the file
@@ -99,15 +168,16 @@ impl UnionFs {
         // Before the lock: this can wait for the host.
         let whole = self.whole_file(&node);
         let mut backings = self.backings.of_upper.lock();
-        if let Some(backing) = backings.get(&id) {
-            return Ok(Some(backing.number));
+        if let Some(number) = backings.number(id) {
+            return Ok(Some(number));
         }
         if let Some(file) = whole
             && node.open_by_requests.load(Ordering::Acquire) == 0
         {
             match make(&file) {
                 Ok(number) => {
-                    backings.insert(id, self.recorded(id, BackingKind::Upper, number));
+                    let backing = self.recorded(id, BackingKind::Upper, number, 0);
+                    backings.all.insert(id, backing);
                     return Ok(Some(number));
                 }
                 Err(error) => {
@@ -139,8 +209,7 @@ impl UnionFs {
 
     /// The number of the node's file in the upper, if all descriptors have it as their backing.
     pub fn upper_backing(&self, id: NodeId) -> Option<u32> {
-        let backings = self.backings.of_upper.lock();
-        backings.get(&id).map(|backing| backing.number)
+        self.backings.of_upper.lock().number(id)
     }
 
     /// Why the kernel uses no files of the upper itself; `None` if it may.
@@ -200,12 +269,14 @@ impl UnionFs {
         node.is_some_and(|node| node.may_be_mapped.load(Ordering::Acquire))
     }
 
-    fn recorded(&self, id: NodeId, kind: BackingKind, number: u32) -> Backing {
+    fn recorded(&self, id: NodeId, kind: BackingKind, number: u32, opens: u64) -> Backing {
         let node = id.0;
         let record = BackingRecord { node, kind, number };
         let ledger = self.ledger.as_ref();
         Backing {
             number,
+            opens,
+            unused: None,
             _entry: ledger.map(|ledger| BackingEntry::new(ledger, record)),
         }
     }
@@ -221,7 +292,7 @@ impl UnionFs {
             if self.table.is_held(id) {
                 return None;
             }
-            backings.remove(&id).map(|backing| backing.number)
+            backings.remove(id)
         });
         numbers.collect()
     }
@@ -245,8 +316,8 @@ impl UnionFs {
         for BackingRecord { node, kind, number } in inherited {
             let id = NodeId(node);
             if self.table.is_held(id) {
-                let backing = self.recorded(id, kind, number);
-                self.backings.of(kind).lock().insert(id, backing);
+                let backing = self.recorded(id, kind, number, UNKNOWN_OPENS);
+                self.backings.of(kind).lock().all.insert(id, backing);
                 if kind == BackingKind::Upper {
                     self.open_for_mapping(id);
                 }
@@ -254,5 +325,42 @@ impl UnionFs {
                 self.backings.left_over.lock().push(number);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_many_unused_backings_the_oldest_are_closed() {
+        let mut backings = NodeBackings::default();
+        let most = MOST_UNUSED as u64;
+        let opened = |backings: &mut NodeBackings, id: u64| {
+            let backing = Backing {
+                number: id as u32,
+                opens: 1,
+                unused: None,
+                _entry: None,
+            };
+            backings.all.insert(NodeId(id), backing);
+        };
+        for id in 0..most + 2 {
+            opened(&mut backings, id);
+        }
+        // Two descriptors.
+        assert_eq!(backings.open(NodeId(0)), Some(0));
+        for id in 0..=most {
+            assert_eq!(backings.close(NodeId(id)), None);
+        }
+        // Used again, so 2 is the oldest then.
+        assert_eq!(backings.open(NodeId(1)), Some(1));
+        assert_eq!(backings.close(NodeId(1)), None);
+        assert_eq!(backings.close(NodeId(most + 1)), Some(2));
+        assert_eq!(backings.open(NodeId(2)), None);
+        assert_eq!(backings.close(NodeId(0)), Some(3));
+        assert_eq!(backings.remove(NodeId(4)), Some(4));
+        assert_eq!(backings.unused.len(), MOST_UNUSED - 1);
+        assert_eq!(backings.all.len(), MOST_UNUSED - 1);
     }
 }

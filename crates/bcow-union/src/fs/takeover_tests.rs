@@ -149,19 +149,19 @@ fn backings_stay_as_long_as_the_kernel_holds_their_nodes() {
     let Some(mut fixture) = open() else { return };
     let (big, other) = (fixture.get("big").node, fixture.get("h1").node);
     let none = || panic!("there is one already");
-    assert_eq!(fixture.fs().backing(big, || Ok(7)).unwrap(), 7);
-    assert_eq!(fixture.fs().backing(big, none).unwrap(), 7);
-    assert_eq!(fixture.fs().backing(other, || Ok(8)).unwrap(), 8);
+    assert_eq!(fixture.fs().open_image_with(big, || Ok(7)).unwrap(), 7);
+    assert_eq!(fixture.fs().open_image_with(big, none).unwrap(), 7);
+    assert_eq!(fixture.fs().open_image_with(other, || Ok(8)).unwrap(), 8);
     let full = || Err(std::io::ErrorKind::OutOfMemory.into());
     let many = fixture.get("many").node;
-    fixture.fs().backing(many, full).unwrap_err();
+    fixture.fs().open_image_with(many, full).unwrap_err();
     assert!(fixture.fs().forgotten_backings(other).is_empty());
     fixture.fs().forget(other, 1);
     // The process ends before it closes the backing.
     fixture.take_over();
     assert_eq!(fixture.fs().left_over_backings(), [8]);
     assert!(fixture.fs().left_over_backings().is_empty());
-    assert_eq!(fixture.fs().backing(big, none).unwrap(), 7);
+    assert_eq!(fixture.fs().open_image_with(big, none).unwrap(), 7);
     fixture.fs().forget(big, 1);
     assert_eq!(fixture.fs().forgotten_backings(big), [7]);
     fixture.take_over();
@@ -221,7 +221,7 @@ fn whole_files_of_the_upper_become_backings_while_no_descriptor_sends_requests()
     fixture.fs().closed(unopened);
     assert_eq!(fixture.fs().open_file(unopened, none).unwrap(), None);
     // Both backings of a node that the kernel has forgotten.
-    assert_eq!(fixture.fs().backing(new, || Ok(7)).unwrap(), 7);
+    assert_eq!(fixture.fs().open_image_with(new, || Ok(7)).unwrap(), 7);
     let mut closed = Vec::new();
     fixture
         .fs()
