@@ -8,6 +8,7 @@ import ctypes
 import errno
 import fcntl
 import glob
+import functools
 import hashlib
 import json
 import mmap
@@ -20,7 +21,10 @@ import tempfile
 import threading
 import time
 
+import sequences
+import test_ahead
 import test_pool
+from overlay import Entry
 from promises import promise
 from support import (UNPRIVILEGED, WORK, assert_refused, bcow, is_mounted, need_kernel, read_bytes,
                      run, until)
@@ -785,6 +789,235 @@ class FirstOpens(test_pool.PoolCase):
             self.assertEqual(failures, [])
             self.bcow("umount", where)
         self.bcow("pool", "stop", "pool")
+
+
+class Layered(ShareCase):
+    """Two images with common layers, as stacks in a layout."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        source = random.Random(21)
+        # The end of the second file is beside its inode, so each stack has a copy of it.
+        cls.common = {"lib/large": source.randbytes(3_000_000),
+                      "lib/end": source.randbytes((80 << 12) + 100),
+                      "lib/holes": bytes(1 << 20) + source.randbytes(LARGE) + bytes(1 << 20),
+                      "lib/moved": source.randbytes(LARGE)}
+        replaced = [source.randbytes(LARGE) for _ in range(3)]
+
+        def layer(files, *more):
+            return [Entry(b"lib", "dir"), *(Entry(os.fsencode(name), data=data)
+                                            for name, data in files.items()), *more]
+
+        base = [layer({**cls.common, "lib/replaced": replaced[0]}),
+                layer({"lib/second": source.randbytes(LARGE)},
+                      Entry(b"lib/hard", "hardlink", link=b"lib/moved"))]
+        cls.common["lib/second"] = base[1][1].data
+        cls.contents, cls.layers = {}, {}
+        for number, tag in enumerate("ab"):
+            top = {"lib/replaced": replaced[1 + number], f"lib/own-{tag}": source.randbytes(LARGE)}
+            if tag == "b":
+                # With --dedup-lower, its content is in two layers.
+                top["lib/mixed"] = cls.common["lib/large"] + source.randbytes(LARGE)
+            files = {**cls.common, "lib/hard": cls.common["lib/moved"], **top}
+            more = []
+            if tag == "b":
+                files["lib/hard-b"] = files.pop("lib/moved")
+                more = [Entry(b"lib/.wh.moved"),
+                        Entry(b"lib/hard-b", "hardlink", link=b"lib/moved")]
+            cls.contents[tag] = files
+            ordinary = sequences.write_layout([*base, layer(top, *more)],
+                                              cls.path(f"ordinary-{tag}"))
+            for kind, options in (("", ()), ("-dedup", ("--dedup-lower",))):
+                bcow("convert", *options, ordinary, f"oci:{cls.path('layout')}:{tag}{kind}",
+                     timeout=test_pool.TIMEOUT)
+            found = json.loads(bcow("inspect", "--json", cls.name(tag)).out)
+            digests = [one["digest"] for one in found["stack"]["layers"]]
+            cls.layers[tag] = [os.path.join(cls.path("layout"), "blobs", *digest.split(":"))
+                               for digest in digests]
+        assert cls.layers["a"][:2] == cls.layers["b"][:2]
+
+    @classmethod
+    def name(cls, tag):
+        return f"oci:{cls.path('layout')}:{tag}"
+
+    def change_image(self, image, *options):
+        upper = os.path.join(self.uppers, f"upper{len(self.mounts)}")
+        where = self.mount("--upper", upper, "-o", "allow_other", *options, image=image)
+        self.assertTrue(self.statistics(where)["share"]["on"])
+        return where
+
+    def assert_files(self, where, tag, changed=None):
+        for name, data in (self.contents[tag] | (changed or {})).items():
+            self.assertTrue(read_bytes(os.path.join(where, name)) == data, name)
+        self.assertEqual(os.path.exists(os.path.join(where, "lib/moved")), tag == "a")
+
+    def is_cached(self, where, name):
+        """Whether the kernel has the content of a file that this mount has not read."""
+        fd = self.open(where, name)
+        before = self.looked_up()
+        data = os.pread(fd, 4_000_000, 0)
+        # All of it, with the end of the file and its holes.
+        self.assertEqual(os.fstat(fd).st_size, len(data))
+        return self.looked_up() - before < 5
+
+    def assert_common(self, first, second, tag):
+        """Two images share exactly the files that are wholly in common layers."""
+        self.assert_files(first, "a")
+        for name in self.common.keys() - {"lib/moved"}:
+            self.assertTrue(self.is_cached(second, name), name)
+        for name in ("lib/replaced", f"lib/own-{tag}"):
+            self.assertFalse(self.is_cached(second, name), name)
+        self.assert_files(second, tag)
+
+    def test_images_with_common_layers_share_the_files_of_the_layers(self):
+        self.start()
+        for kind in ("", "-dedup"):
+            with self.subTest(kind):
+                first = self.change_image(self.name(f"a{kind}"))
+                second = self.change_image(self.name(f"b{kind}"))
+                self.assert_common(first, second, "b")
+        self.stop()
+
+    def test_images_that_are_named_by_their_layers_share_them_too(self):
+        self.start()
+        first, second = (self.change_image(layers[0], *(f"--layer={one}" for one in layers[1:]))
+                         for layers in self.layers.values())
+        self.assert_common(first, second, "b")
+        # The lowest layer alone is an image, with the same files.
+        self.assertTrue(self.is_cached(self.change_image(self.layers["a"][0]), "lib/large"))
+        self.stop()
+
+    def test_a_verified_image_does_not_show_what_another_image_has_read(self):
+        self.start()
+        first = self.change_image(self.name("a"))
+        second = self.change_image(self.name("b"), "--verify", "merkle")
+        self.assert_files(first, "a")
+        self.assertFalse(self.is_cached(second, "lib/large"))
+        self.assertTrue(self.is_cached(self.change_image(self.name("a"), "--verify", "merkle"),
+                                       "lib/large"))
+        self.stop()
+
+    def test_a_first_change_is_not_seen_in_the_other_image(self):
+        self.start()
+        first, second = self.change_image(self.name("a")), self.change_image(self.name("b"))
+        fds = [self.open(where, "lib/large") for where in (first, second)]
+        maps = [mapped(fd) for fd in fds]
+        old = self.common["lib/large"]
+        changed = {"lib/large": b"new" + old[3:]}
+        with open(os.path.join(first, "lib/large"), "r+b") as file:
+            file.write(b"new")
+        os.remove(os.path.join(first, "lib/end"))
+        os.rename(os.path.join(second, "lib/holes"), os.path.join(second, "lib/renamed"))
+        restart = functools.partial(self.bcow, "pool", "restart", "pool")
+        for step in (drop_caches, self.kill, restart):
+            step()
+            drop_caches()
+            for fd, memory in zip(fds, maps):
+                self.assertTrue(os.pread(fd, len(old), 0) == old)
+                self.assertTrue(memory[:] == old)
+            self.assertTrue(read_bytes(os.path.join(first, "lib/large")) == changed["lib/large"])
+            for name in ("lib/large", "lib/end"):
+                self.assertTrue(read_bytes(os.path.join(second, name)) == self.common[name], name)
+            renamed = os.path.join(second, "lib/renamed")
+            self.assertTrue(read_bytes(renamed) == self.common["lib/holes"])
+        for memory in maps:
+            memory.close()
+        self.stop()
+
+    def test_the_next_process_finds_the_files_of_the_layers(self):
+        self.start()
+        first, second = self.change_image(self.name("a")), self.change_image(self.name("b"))
+        self.assert_files(second, "b")
+        self.kill()
+        # Only the image that no program has read keeps the layer.
+        self.bcow("umount", second)
+        self.assertTrue(self.is_cached(first, "lib/large"))
+        drop_caches()
+        self.assert_files(first, "a")
+        third = self.change_image(self.name("b"))
+        self.assertTrue(self.is_cached(third, "lib/end"))
+        self.assertEqual(self.statistics(first)["errors"]["total"], 0)
+        self.stop()
+
+    def test_damage_of_a_layer_is_an_error_of_each_image(self):
+        layout = self.path("damaged-layout")
+        shutil.copytree(self.path("layout"), layout)
+        path = os.path.join(layout, os.path.relpath(self.layers["a"][0], self.path("layout")))
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            # Random bytes are stored as they are.
+            at = memory.find(self.common["lib/large"][1 << 20:(1 << 20) + 64])
+            self.assertGreater(at, 0)
+            memory[at] ^= 1
+        self.start()
+        places = [self.change_image(f"oci:{layout}:{tag}") for tag in "ab"]
+        for where in places:
+            with self.assertRaises(OSError) as caught:
+                read_bytes(os.path.join(where, "lib/large"))
+            self.assertEqual(caught.exception.errno, errno.EIO)
+            self.assertTrue(read_bytes(os.path.join(where, "lib/end")) == self.common["lib/end"])
+        for where in places:
+            found = self.statistics(where)["errors"]
+            self.assertGreater(found["total"], 0)
+            self.assertEqual(found["recent"][0]["paths"], ["/lib/large"])
+        self.stop()
+
+
+class Remote(ShareCase):
+    """Images on servers."""
+
+    def change_remote(self, server, *options):
+        upper = os.path.join(self.uppers, f"upper{len(self.mounts)}")
+        where = self.mount("--upper", upper, "--insecure", "--no-cache", *test_ahead.PATIENT,
+                           *options, image=server.url("shared.bcow"))
+        self.assertTrue(self.statistics(where)["share"]["on"])
+        return where
+
+    def test_mounts_of_an_image_on_a_server_share_files(self):
+        self.start()
+        with test_ahead.Server(self.directory) as server:
+            first, second = self.change_remote(server), self.change_remote(server)
+            local = self.change("--verify", "merkle")
+            self.assert_content(first)
+            fd = self.open(second, "directory/large")
+            before = self.looked_up()
+            self.assertTrue(os.pread(fd, 3_000_000, 0) == self.data["directory/large"])
+            self.assert_cached(before)
+            self.assert_content(local)
+            self.close()
+            for where in (first, second):
+                self.bcow("umount", where)
+        self.stop()
+
+    @promise("A mount does not wait for the server of another image.")
+    def test_a_server_that_does_not_answer_delays_only_its_image(self):
+        self.start()
+        with test_ahead.Server(self.directory) as server:
+            remote = [self.change_remote(server) for _ in range(2)]
+            names = [name for name in self.data if name != "small"]
+            fds = [self.open(remote[0], name) for name in names]
+            server.hold(lambda first, end: True)
+            begun = len(server.asked)
+            reads = [(os.pread, fd, LARGE, 0) for fd in fds]
+            reads += [(read_bytes, os.path.join(remote[1], name)) for name in names]
+            readers = [threading.Thread(target=read, args=arguments, daemon=True)
+                       for read, *arguments in reads]
+            for reader in readers:
+                reader.start()
+            until(lambda: len(server.asked) > begun, "a read waits for the server")
+            for _ in range(2):
+                self.assert_content(self.change("--verify", "merkle"))
+            # More than the threads that receive the requests to hidden files.
+            self.assertGreater(sum(reader.is_alive() for reader in readers), len(names))
+            server.hold(lambda first, end: False)
+            for reader in readers:
+                reader.join(test_pool.TIMEOUT)
+                self.assertFalse(reader.is_alive())
+            self.close()
+            for where in remote:
+                self.assert_content(where)
+                self.bcow("umount", where)
+        self.stop()
 
 
 class Memory(ShareCase):

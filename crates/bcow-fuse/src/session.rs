@@ -63,8 +63,8 @@ pub struct Session {
     /// The flags of the protocol that are in use.
     agreed: Arc<AtomicU64>,
     gate: Gate,
-    /// The slot of its image, if it shares files.
-    slot: Option<u32>,
+    /// The slots of its image and of the layers, if it shares files.
+    slots: Vec<u32>,
 }
 
 /// Closes an upper and writes the result to the outcome pipe. Several threads may close at the same
@@ -149,10 +149,10 @@ impl Session {
         let agreed = Arc::default();
         let gate = gate(&content);
         let seen = Arc::clone(&agreed);
-        let mut slot = None;
+        let mut slots = Vec::new();
         let (content, sharing) = match content {
             Content::Shared(union, image) => {
-                slot = Some(image.slot());
+                slots = image.slots();
                 let sharing = Sharing::new(image, duplicate(connection.as_fd())?);
                 (Content::Union(union), Some(sharing))
             }
@@ -182,7 +182,7 @@ impl Session {
             union,
             agreed,
             gate,
-            slot: slot.filter(|_| shares),
+            slots: if shares { slots } else { Vec::new() },
         })
     }
 
@@ -207,9 +207,10 @@ impl Session {
         }))
     }
 
-    /// The slot of the image, if the mount shares files: the kernel may refuse that.
-    pub fn slot(&self) -> Option<u32> {
-        self.slot
+    /// The slots of the image and of its layers; none if the mount shares no files: the kernel may
+    /// refuse that.
+    pub fn slots(&self) -> &[u32] {
+        &self.slots
     }
 
     /// The ledger of the upper, for a process that takes the mount over.

@@ -6,11 +6,14 @@
 //! shall read the file of the hidden mount instead (passthrough, Linux 6.12). The page cache is
 //! that of the hidden file then.
 //!
-//! An image has a *slot* in the hidden mount. The node number of a file has its slot and its inode
-//! in the image, so another process that takes the hidden mount over needs nothing else to answer a
-//! read. It gets the hidden mount from the [`Keeper`] of this process.
+//! An image has a *slot* in the hidden mount, and so has each layer of a stack. The node number of a
+//! file has its slot and its inode in the image or layer, so another process that takes the hidden
+//! mount over needs nothing else to answer a read. It gets the hidden mount from the [`Keeper`] of
+//! this process.
 
+mod layers;
 pub(crate) mod slots;
+mod workers;
 
 use std::fmt;
 use std::io;
@@ -30,8 +33,11 @@ use crate::error::MountError;
 use crate::request_threads::RequestThreads;
 use crate::takeover::{self, duplicate};
 
+pub use layers::Layers;
+use layers::OpenLayers;
 pub use slots::ImageKey;
 use slots::{SharedFile, Slots};
+pub use workers::Workers;
 
 /// Hidden files that stay open, at most: a program of an image reads some hundreds of its files
 /// when it starts.
@@ -81,12 +87,13 @@ struct Hidden {
     agreed: u64,
 }
 
-/// The image of a mount that shares files. The drop takes it out of its slot.
+/// The image of a mount that shares files, and its layers. The drop takes them out of their slots.
 pub struct SharedImage {
     files: Arc<SharedFiles>,
     hidden: Arc<Hidden>,
     image: Arc<Image>,
     slot: u32,
+    layers: OpenLayers,
 }
 
 impl SharedFiles {
@@ -128,38 +135,57 @@ impl SharedFiles {
         self: &Arc<Self>,
         key: ImageKey,
         image: &Arc<Image>,
+        layers: Layers,
     ) -> Result<SharedImage, MountError> {
         let hidden = self.hidden()?;
-        // Another process that did not know of the slot could use it for another image.
-        let slot = self.slots.put(key, image, |next_slot| {
+        let images = layers.open(key, image)?;
+        // Another process that did not know of a slot could use it for another image.
+        let slots = self.slots.put(&images, |next_slot| {
             let kept = self.keeper.keep(&hidden.hand_over(next_slot)?);
             kept.map_err(MountError::process("keep the files that mounts share"))
         })?;
-        Ok(self.shared(hidden, image, slot))
+        self.shared(hidden, &images, layers, &slots)
     }
 
-    /// The image of a mount that this process takes over, which had this slot.
+    /// The image of a mount that this process takes over, which had these slots.
     pub fn share_again(
         self: &Arc<Self>,
         key: ImageKey,
         image: &Arc<Image>,
-        slot: u32,
+        mut layers: Layers,
+        slots: &[u32],
     ) -> Result<SharedImage, MountError> {
         let hidden = self.hidden.lock().clone();
         let hidden = hidden.ok_or(MountError::NoSharing("the hidden mount is missing"))?;
-        if !self.slots.put_again(slot, key, image) {
-            return Err(MountError::NoSharing("another image has its place"));
+        // An earlier version shares no files of layers.
+        layers.files.truncate(slots.len().saturating_sub(1));
+        let images = layers.open(key, image)?;
+        let shared = self.shared(hidden, &images, layers, slots)?;
+        for ((key, image), &slot) in images.iter().zip(slots) {
+            if !self.slots.put_again(slot, *key, image) {
+                return Err(MountError::NoSharing("another image has its place"));
+            }
         }
-        Ok(self.shared(hidden, image, slot))
+        Ok(shared)
     }
 
-    fn shared(self: &Arc<Self>, hidden: Arc<Hidden>, image: &Arc<Image>, slot: u32) -> SharedImage {
-        SharedImage {
+    fn shared(
+        self: &Arc<Self>,
+        hidden: Arc<Hidden>,
+        images: &[(ImageKey, Arc<Image>)],
+        layers: Layers,
+        slots: &[u32],
+    ) -> Result<SharedImage, MountError> {
+        let ([(_, image), images @ ..], [slot, slots @ ..]) = (images, slots) else {
+            return Err(MountError::NoSharing("its place is unknown"));
+        };
+        Ok(SharedImage {
             files: Arc::clone(self),
             hidden,
             image: Arc::clone(image),
-            slot,
-        }
+            slot: *slot,
+            layers: layers.in_slots(images, slots),
+        })
     }
 
     /// The hidden mount; made at the first call.
@@ -232,14 +258,21 @@ impl Hidden {
 }
 
 impl SharedImage {
-    /// The slot of the image, for a process that takes the mount over.
-    pub fn slot(&self) -> u32 {
-        self.slot
+    /// The slot of the image, and those of its layers, for a process that takes the mount over.
+    pub fn slots(&self) -> Vec<u32> {
+        let layers = self.layers.iter().map(|layer| layer.slot);
+        std::iter::once(self.slot).chain(layers).collect()
     }
 
-    /// The hidden file of an inode of the image.
-    pub(crate) fn open(&self, nid: Nid) -> io::Result<Arc<OwnedFd>> {
-        let file = SharedFile::new(self.slot, nid).ok_or(io::ErrorKind::FileTooLarge)?;
+    /// The hidden file of an inode of the image. `path` gives a path of the inode.
+    pub(crate) fn open(
+        &self,
+        nid: Nid,
+        path: impl FnOnce() -> Option<Vec<u8>>,
+    ) -> io::Result<Arc<OwnedFd>> {
+        let in_layer = self.layers.find(self.image.filesystem(), nid, path);
+        let file = in_layer.or_else(|| SharedFile::new(self.slot, nid));
+        let file = file.ok_or(io::ErrorKind::FileTooLarge)?;
         let hidden = self.hidden.mount.as_fd();
         let open = || self.files.keeper.open(hidden, &file.name()).map(Arc::new);
         // Others wait only for the same file.
@@ -250,6 +283,10 @@ impl SharedImage {
 
 impl Drop for SharedImage {
     fn drop(&mut self) {
-        self.files.slots.remove(self.slot, &self.image);
+        let slots = &self.files.slots;
+        slots.remove(self.slot, &self.image);
+        for layer in self.layers.iter() {
+            slots.remove(layer.slot, &layer.image);
+        }
     }
 }

@@ -95,7 +95,8 @@ pub enum Packet {
         /// The slot of the next image.
         next_slot: u32,
     },
-    /// To an opener: open a file, with the descriptor of the hidden mount.
+    /// To an opener: open a file, with the descriptor of the hidden mount and a socket for the
+    /// answer.
     Open {
         /// The name of the file.
         name: String,
@@ -207,6 +208,12 @@ impl Link {
 impl AsFd for Link {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+impl From<OwnedFd> for Link {
+    fn from(socket: OwnedFd) -> Self {
+        Link(socket)
     }
 }
 

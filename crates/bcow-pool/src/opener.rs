@@ -5,12 +5,14 @@
 //! could take over and answer it. The opener waits in its place: the next process of the pool
 //! answers the request, and the opener ends.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use bcow_fuse::shared::Workers;
 use bcow_mount::HiddenMount;
 use rustix::io::Errno;
 
@@ -25,29 +27,48 @@ pub struct Opener(Mutex<Option<Running>>);
 
 struct Running {
     child: Child,
-    link: Link,
+    link: Arc<Link>,
 }
 
 impl Opener {
     /// Opens the file `name` in the root directory of a hidden mount, as a backing.
     pub fn open(&self, hidden: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
-        let mut running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_new = running.is_none();
-        let opened = ask(started(&mut running)?, hidden, name);
-        match opened {
-            // It was ended, for example by a signal to all processes of a service.
-            Err(Problem::Gone(_)) if !is_new => {
-                end(&mut running);
-                ask(started(&mut running)?, hidden, name)
+        let (link, is_new) = self.started()?;
+        match ask(&link, hidden, name) {
+            Err(Problem::Gone(error)) => {
+                self.end(&link);
+                if is_new {
+                    return Err(error);
+                }
+                // It was ended, for example by a signal to all processes of a service.
+                let (link, _) = self.started()?;
+                ask(&link, hidden, name)
             }
             other => other,
         }
-        .map_err(|problem| {
-            if let Problem::Gone(_) = problem {
-                end(&mut running);
-            }
-            problem.into()
-        })
+        .map_err(io::Error::from)
+    }
+
+    /// The socket to the opener, and whether the opener was started now.
+    fn started(&self) -> io::Result<(Arc<Link>, bool)> {
+        let mut running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = running.is_none();
+        let running = match &mut *running {
+            Some(running) => running,
+            none => none.insert(start()?),
+        };
+        Ok((Arc::clone(&running.link), is_new))
+    }
+
+    /// Ends the opener at the other end of `link`, if it is still in use.
+    fn end(&self, link: &Arc<Link>) {
+        let mut running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Running { mut child, .. }) =
+            running.take_if(|running| Arc::ptr_eq(&running.link, link))
+        {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 }
 
@@ -55,25 +76,16 @@ impl Opener {
 enum Problem {
     /// The opener does not answer.
     Gone(io::Error),
-    /// The kernel refuses.
-    Refused(Errno),
+    /// The file cannot be opened.
+    Failed(io::Error),
 }
 
 impl From<Problem> for io::Error {
     fn from(problem: Problem) -> Self {
         match problem {
-            Problem::Gone(error) => error,
-            Problem::Refused(errno) => errno.into(),
+            Problem::Gone(error) | Problem::Failed(error) => error,
         }
     }
-}
-
-fn started(running: &mut Option<Running>) -> io::Result<&Link> {
-    let running = match running {
-        Some(running) => running,
-        none => none.insert(start()?),
-    };
-    Ok(&running.link)
 }
 
 fn start() -> io::Result<Running> {
@@ -91,29 +103,26 @@ fn start() -> io::Result<Running> {
         .stdin(OwnedFd::from(theirs))
         .stdout(Stdio::null())
         .spawn()?;
+    let link = Arc::new(link);
     Ok(Running { child, link })
 }
 
-fn end(running: &mut Option<Running>) {
-    if let Some(Running { mut child, link }) = running.take() {
-        // It ends when the socket is closed.
-        drop(link);
-        let _ = child.wait();
-    }
-}
-
+/// Each request has a socket of its own for the answer, so an answer that takes long delays no
+/// other. If the opener ends, it closes the socket.
 fn ask(link: &Link, hidden: BorrowedFd<'_>, name: &str) -> Result<OwnedFd, Problem> {
+    let (answer, theirs) = Link::pair().map_err(Problem::Failed)?;
     let name = name.to_owned();
-    link.send(&Packet::Open { name }, &[hidden])
+    link.send(&Packet::Open { name }, &[hidden, theirs.as_fd()])
         .map_err(Problem::Gone)?;
-    let (packet, descriptors) = link
+    drop(theirs);
+    let (packet, descriptors) = answer
         .receive(Wait::Yes)
         .and_then(|received| received.ok_or_else(|| io::ErrorKind::UnexpectedEof.into()))
         .map_err(Problem::Gone)?;
     match (packet, descriptors.into_iter().next()) {
         (Packet::Opened { errno: 0 }, Some(file)) => Ok(file),
         (Packet::Opened { errno }, None) if errno != 0 => {
-            Err(Problem::Refused(Errno::from_raw_os_error(errno)))
+            Err(Problem::Failed(io::Error::from_raw_os_error(errno)))
         }
         _ => Err(Problem::Gone(io::ErrorKind::InvalidData.into())),
     }
@@ -124,32 +133,34 @@ pub fn is_opener() -> bool {
     std::env::var_os(OPENER).is_some()
 }
 
-/// Opens files until the process of the pool has ended.
+/// Opens files until the process of the pool has ended. An image whose files wait for a server does
+/// not delay the others.
 pub fn serve(link: &Link) -> io::Result<()> {
     let _ = rustix::thread::set_name(c"bcow-opener");
+    let mut workers: HashMap<String, Arc<Workers>> = HashMap::new();
     while let Some((packet, descriptors)) = link.receive(Wait::Yes)? {
-        let Packet::Open { name } = packet else {
+        let (Packet::Open { name }, Ok([hidden, answer])) =
+            (packet, <[OwnedFd; 2]>::try_from(descriptors))
+        else {
             continue;
         };
-        let hidden = descriptors.into_iter().next();
-        let opened = match hidden {
-            Some(hidden) => HiddenMount::of(hidden).open_backing(&name),
-            None => Err(Errno::BADF.into()),
-        };
-        let sent = match &opened {
-            Ok(file) => link.send(&Packet::Opened { errno: 0 }, &[file.as_fd()]),
-            Err(error) => {
-                let errno = error.raw_os_error();
-                let errno = errno.unwrap_or(Errno::IO.raw_os_error());
-                link.send(&Packet::Opened { errno }, &[])
-            }
-        };
-        // The process of the pool has ended meanwhile.
-        if sent.is_err() {
-            break;
-        }
+        let image = name.split('-').next().unwrap_or_default();
+        let workers = workers.entry(image.to_owned()).or_default();
+        workers.run(move || open(&HiddenMount::of(hidden), &name, &answer.into()));
     }
     Ok(())
+}
+
+fn open(hidden: &HiddenMount, name: &str, answer: &Link) {
+    // If the process of the pool has ended meanwhile, the next one asks again.
+    let _ = match hidden.open_backing(name) {
+        Ok(file) => answer.send(&Packet::Opened { errno: 0 }, &[file.as_fd()]),
+        Err(error) => {
+            let errno = error.raw_os_error();
+            let errno = errno.unwrap_or(Errno::IO.raw_os_error());
+            answer.send(&Packet::Opened { errno }, &[])
+        }
+    };
 }
 
 #[cfg(test)]
@@ -178,7 +189,9 @@ mod tests {
         let text = std::fs::read_to_string(path).unwrap();
         assert!(text.contains("bcow-pool"), "{text}");
         let problem = ask(&link, hidden.as_fd(), "other").err();
-        assert!(matches!(problem, Some(Problem::Refused(Errno::NOENT))));
+        assert!(
+            matches!(problem, Some(Problem::Failed(error)) if error.kind() == io::ErrorKind::NotFound)
+        );
         drop(link);
         opener.join().unwrap().unwrap();
     }

@@ -23,6 +23,8 @@ const VERSION: u64 = 1;
 const DISK_VERSION: u64 = 3;
 /// The version of the record of a mount that shares files.
 const SHARED_VERSION: u64 = 4;
+/// The version of the record of a mount that also shares files of its layers.
+const LAYERS_VERSION: u64 = 5;
 /// Most bytes of a record: it has the request of the client, and paths.
 const MAX_BYTES: u64 = 2 * MAX_REQUEST_BYTES as u64;
 
@@ -42,7 +44,10 @@ pub struct MountRecord {
     pub service: Service,
     /// The slot of the image, if the mount shares files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub slot: Option<u32>,
+    slot: Option<u32>,
+    /// The slots of the layers, the lowest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    layer_slots: Vec<u32>,
     /// Only for a mount with the kernel driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<DiskRecord>,
@@ -76,18 +81,29 @@ impl MountRecord {
             identity,
             service,
             slot: None,
+            layer_slots: Vec::new(),
             disk: None,
         }
     }
 
-    /// The record of the same mount, if it shares files.
-    pub fn with_slot(self, slot: Option<u32>) -> Self {
-        let version = slot.map_or(self.version, |_| SHARED_VERSION);
+    /// The record of the same mount, with the slots of its image and layers.
+    pub fn with_slots(self, slots: &[u32]) -> Self {
+        let version = match slots {
+            [] => self.version,
+            [_] => SHARED_VERSION,
+            [_, _, ..] => LAYERS_VERSION,
+        };
         MountRecord {
             version,
-            slot,
+            slot: slots.first().copied(),
+            layer_slots: slots.iter().skip(1).copied().collect(),
             ..self
         }
+    }
+
+    /// The slots of the image and of its layers; none if the mount shares no files.
+    pub fn slots(&self) -> Vec<u32> {
+        self.slot.iter().chain(&self.layer_slots).copied().collect()
     }
 
     /// The record of the same mount, if it is with the kernel driver.
@@ -142,10 +158,10 @@ impl MountRecord {
         file.read_exact_at(&mut json, 0)?;
         let record: MountRecord = serde_json::from_slice(&json)?;
         match record.version {
-            VERSION | DISK_VERSION | SHARED_VERSION => Ok(record),
+            VERSION | DISK_VERSION | SHARED_VERSION | LAYERS_VERSION => Ok(record),
             other => Err(io::Error::other(format!(
                 "the record has version {other}, and this program reads versions up to \
-                 {SHARED_VERSION}"
+                 {LAYERS_VERSION}"
             ))),
         }
     }
@@ -185,11 +201,13 @@ mod tests {
 
     #[test]
     fn the_record_of_a_mount_that_shares_files_has_its_slot() {
-        let stored = record().with_slot(Some(7)).store().unwrap();
-        let loaded = MountRecord::load(&stored).unwrap();
         // A program that does not know such records must not serve the mount.
-        assert_eq!((loaded.version, loaded.slot), (4, Some(7)));
-        assert_eq!(record().with_slot(None), record());
+        for (slots, version) in [(&[7][..], 4), (&[7, 1, 2], 5)] {
+            let stored = record().with_slots(slots).store().unwrap();
+            let loaded = MountRecord::load(&stored).unwrap();
+            assert_eq!((loaded.version, &*loaded.slots()), (version, slots));
+        }
+        assert_eq!(record().with_slots(&[]), record());
     }
 
     #[test]
@@ -232,10 +250,10 @@ mod tests {
     #[test]
     fn records_of_later_versions_are_refused() {
         let later = MountRecord {
-            version: 5,
+            version: 6,
             ..record()
         };
         let error = MountRecord::load(&later.store().unwrap()).unwrap_err();
-        assert!(error.to_string().contains("version 5"), "{error}");
+        assert!(error.to_string().contains("version 6"), "{error}");
     }
 }

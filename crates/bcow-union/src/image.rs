@@ -34,12 +34,22 @@ pub struct Image {
 impl Image {
     /// The image with the file system `fs`.
     pub fn new(fs: Arc<Filesystem>) -> Self {
+        Image::with_errors(fs, Arc::default())
+    }
+
+    /// As [`Image::new`], with the log of another image.
+    pub fn with_errors(fs: Arc<Filesystem>, errors: Arc<ErrorLog>) -> Self {
         Image {
             ids: NodeIds::new(fs.root()),
-            errors: Arc::default(),
+            errors,
             names: OnceLock::new(),
             fs,
         }
+    }
+
+    /// The file system. Errors of its methods are not logged.
+    pub fn filesystem(&self) -> &Filesystem {
+        &self.fs
     }
 
     /// The log that counts errors of the image.

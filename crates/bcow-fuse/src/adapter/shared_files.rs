@@ -81,6 +81,8 @@ fn attributes(image: &Image, file: SharedFile) -> Result<FileAttr, Errno> {
 impl fuser::Filesystem for SharedTree {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         let enabled = negotiate(config, InitFlags::FUSE_ASYNC_DIO);
+        // Readahead of an image whose server does not answer must not delay that of others.
+        let _ = config.set_max_background(u16::MAX);
         self.agreed.store(enabled.bits(), Ordering::Relaxed);
         self.opens_unasked = enabled.contains(InitFlags::FUSE_NO_OPEN_SUPPORT);
         Ok(())

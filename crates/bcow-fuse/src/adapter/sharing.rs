@@ -132,7 +132,7 @@ impl Sharing {
             return Ok(number);
         }
         // Without a lock: this can wait for the opener.
-        let file = self.image.open(nid)?;
+        let file = self.image.open(nid, || fs.image_path(node))?;
         fs.open_image_with(node, || BackingId::create_raw(&self.connection, &*file))
     }
 

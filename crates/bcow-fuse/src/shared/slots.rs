@@ -1,4 +1,4 @@
-//! The images whose files are shared, and the numbers of the files.
+//! The images and layers whose files are shared, and the numbers of the files.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,6 +8,7 @@ use bcow_erofs::reader::Nid;
 use bcow_union::Image;
 use parking_lot::Mutex;
 
+use super::workers::Workers;
 use crate::error::MountError;
 
 /// The bits of a number that have the inode in the image; the bits above have the slot. An inode of
@@ -16,16 +17,18 @@ const NID_BITS: u32 = 40;
 /// The slots of a hidden mount. The highest bit of a number stays zero.
 const MAX_SLOTS: u32 = 1 << 23;
 
-/// Mounts with equal keys share files: the files have the same content, and each read of it has
-/// been verified in the same way.
+/// Mounts of images with equal keys, or with layers with equal keys, share files: the files have the
+/// same content, and each read of it has been verified in the same way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageKey {
     pub identity: [u8; 32],
     /// What each read verifies.
     pub verify: Verify,
+    /// Whether reads can wait for a server.
+    pub is_remote: bool,
 }
 
-/// A file of an image in a slot.
+/// A file of an image, or of a layer, in a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SharedFile {
     pub(crate) slot: u32,
@@ -77,10 +80,13 @@ struct SlotTable {
     waiting: Vec<(u32, Answer)>,
 }
 
+#[derive(Clone)]
 struct OpenSlot {
     key: ImageKey,
     /// Empty when all mounts have ended.
     images: Images,
+    /// The threads that answer requests, if that can wait for a server.
+    workers: Option<Arc<Workers>>,
 }
 
 /// One image for each mount: equal content, but each has its own error log.
@@ -120,48 +126,58 @@ impl Slots {
         }
     }
 
-    /// Puts an image into the slot of its key. Calls `announce` with the next free slot before a
-    /// new one is used.
+    /// Puts images into the slots of their keys, which are returned. Calls `announce` with the next
+    /// free slot before a new one is used.
     pub(crate) fn put(
         &self,
-        key: ImageKey,
-        image: &Arc<Image>,
+        images: &[(ImageKey, Arc<Image>)],
         announce: impl FnOnce(u32) -> Result<(), MountError>,
-    ) -> Result<u32, MountError> {
+    ) -> Result<Vec<u32>, MountError> {
         let mut table = self.0.lock();
-        let known = table.slots.iter().find(|(_, open)| open.key == key);
-        let slot = match known {
-            Some((&slot, _)) => slot,
-            None if table.next >= MAX_SLOTS => {
-                return Err(MountError::NoSharing("the process had too many images"));
-            }
-            None => {
-                announce(table.next + 1)?;
-                table.next += 1;
-                table.next - 1
-            }
-        };
-        table.add(slot, key, image);
-        Ok(slot)
+        let mut next = table.next;
+        let mut found = Vec::with_capacity(images.len());
+        for (key, _) in images {
+            // An image can have a layer twice.
+            let before = images
+                .iter()
+                .zip(&found)
+                .find(|((other, _), _)| other == key);
+            let known = table.slots.iter().find(|(_, open)| open.key == *key);
+            let slot = before.map(|(_, &slot)| slot);
+            let slot = slot.or_else(|| known.map(|(&slot, _)| slot));
+            found.push(slot.unwrap_or(next));
+            next += u32::from(slot.is_none());
+        }
+        if next > MAX_SLOTS {
+            return Err(MountError::NoSharing("the process had too many images"));
+        }
+        if next > table.next {
+            announce(next)?;
+            table.next = next;
+        }
+        for (&slot, (key, image)) in found.iter().zip(images) {
+            table.add(slot, *key, image);
+        }
+        Ok(found)
     }
 
     /// Puts the image of a mount that this process takes over into its slot, and answers the
     /// requests that wait for it. Fails if the slot has another image.
     pub(crate) fn put_again(&self, slot: u32, key: ImageKey, image: &Arc<Image>) -> bool {
-        let (images, ready): (Images, Vec<_>) = {
+        let (open, ready): (OpenSlot, Vec<_>) = {
             let mut table = self.0.lock();
             let known = table.slots.get(&slot);
             if slot >= table.next || known.is_some_and(|open| open.key != key) {
                 return false;
             }
-            let images = table.add(slot, key, image);
+            let open = table.add(slot, key, image);
             let waiting = std::mem::take(&mut table.waiting);
             let (ready, others) = waiting.into_iter().partition(|(one, _)| *one == slot);
             table.waiting = others;
-            (images, ready)
+            (open, ready)
         };
         for (_, answer) in ready {
-            answer(&images);
+            open.clone().give(answer);
         }
         true
     }
@@ -176,37 +192,50 @@ impl Slots {
     }
 
     /// Calls `answer` with the images of a slot, which are equal; with none if there are none.
-    /// During a takeover, another thread may do so later.
+    /// Another thread may do so, during a takeover or if the answer can wait for a server.
     pub(crate) fn with_images(
         &self,
         slot: u32,
         answer: impl FnOnce(&[Arc<Image>]) + Send + 'static,
     ) {
-        let images = {
+        let open = {
             let mut table = self.0.lock();
-            let open = table.slots.get(&slot);
-            let images = open.map_or_else(Images::default, |open| Arc::clone(&open.images));
+            let open = table
+                .slots
+                .get(&slot)
+                .filter(|open| !open.images.is_empty());
+            let open = open.cloned();
             // Another mount of the image may still be taken over.
-            if images.is_empty() && table.is_taking_over {
+            if open.is_none() && table.is_taking_over {
                 return table.waiting.push((slot, Box::new(answer)));
             }
-            images
+            open
         };
-        answer(&images);
+        match open {
+            Some(open) => open.give(answer),
+            None => answer(&[]),
+        }
+    }
+}
+
+impl OpenSlot {
+    fn give(self, answer: impl FnOnce(&[Arc<Image>]) + Send + 'static) {
+        match self.workers {
+            Some(workers) => workers.run(move || answer(&self.images)),
+            None => answer(&self.images),
+        }
     }
 }
 
 impl SlotTable {
-    fn add(&mut self, slot: u32, key: ImageKey, image: &Arc<Image>) -> Images {
-        let images = self.slots.get(&slot).map(|open| Arc::clone(&open.images));
-        let before = images.unwrap_or_default();
-        let images: Images = before.iter().chain([image]).cloned().collect();
-        let open = OpenSlot {
+    fn add(&mut self, slot: u32, key: ImageKey, image: &Arc<Image>) -> OpenSlot {
+        let open = self.slots.entry(slot).or_insert_with(|| OpenSlot {
             key,
-            images: Arc::clone(&images),
-        };
-        self.slots.insert(slot, open);
-        images
+            images: Images::default(),
+            workers: key.is_remote.then(Arc::default),
+        });
+        open.images = open.images.iter().chain([image]).cloned().collect();
+        open.clone()
     }
 }
 

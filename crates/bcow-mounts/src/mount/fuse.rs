@@ -7,7 +7,6 @@ use bcow_erofs::reader::Filesystem;
 use bcow_fuse::lower::{OverlayLower, OverlayXattrs};
 use bcow_fuse::options::Access;
 use bcow_fuse::session::Content;
-use bcow_fuse::shared::ImageKey;
 use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{AnySession, Handover, ImageFs, MountOptions, MountStats, Session};
 use bcow_images::error::{CommandError, Context};
@@ -140,9 +139,7 @@ pub fn open(
         }
         Some(union) => {
             owner_is_needed = upper::owner_who_is_needed(&union);
-            let verify = open_options.verify;
-            let key = ImageKey { identity, verify };
-            share::content(args, &options, host, key, union, upper_use.slot())?
+            share::content(args, &options, host, &image, union, upper_use.slots())?
         }
     };
     let threads = host.threads(args, args.upper.path().is_some());

@@ -78,23 +78,24 @@ pub fn threads_by_default(least: usize) -> usize {
     std::thread::available_parallelism().map_or(least, |cpus| cpus.get().clamp(least, MOST_THREADS))
 }
 
-/// The slot of an image among the files that the mounts of a pool share.
+/// The slots of an image and its layers among the files that the mounts of a pool share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum TakenSlot {
-    /// The mount is new, and can get one.
+pub(super) enum TakenSlots<'a> {
+    /// The mount is new, and can get some.
     New,
-    /// The mount is taken over, and had this one.
-    Of(u32),
+    /// The mount is taken over, and had these.
+    Of(&'a [u32]),
     /// The mount is taken over, and had none: the kernel opens its files in the ordinary way.
     None,
 }
 
-impl UpperUse<'_> {
-    /// The slot of the image.
-    pub(super) fn slot(self) -> TakenSlot {
+impl<'a> UpperUse<'a> {
+    /// The slots of the image and its layers.
+    pub(super) fn slots(self) -> TakenSlots<'a> {
         match self {
-            UpperUse::TakeOver { slot, .. } => slot.map_or(TakenSlot::None, TakenSlot::Of),
-            UpperUse::New | UpperUse::None => TakenSlot::New,
+            UpperUse::TakeOver { slots: [], .. } => TakenSlots::None,
+            UpperUse::TakeOver { slots, .. } => TakenSlots::Of(slots),
+            UpperUse::New | UpperUse::None => TakenSlots::New,
         }
     }
 }
@@ -107,8 +108,8 @@ pub enum UpperUse<'a> {
     /// Take it over from a process that has ended, with the ledger of that process.
     TakeOver {
         ledger: BorrowedFd<'a>,
-        /// The slot of the image, if the mount shares files.
-        slot: Option<u32>,
+        /// The slots of the image and its layers, if the mount shares files.
+        slots: &'a [u32],
     },
     /// Leave it alone: this process, or another one, uses it.
     None,

@@ -2,19 +2,21 @@
 
 use std::sync::Arc;
 
+use bcow::Verify;
 use bcow_fuse::lower::OverlayXattrs;
 use bcow_fuse::options::WriteCache;
 use bcow_fuse::session::Content;
-use bcow_fuse::shared::ImageKey;
+use bcow_fuse::shared::{ImageKey, Layers};
 use bcow_fuse::stats::FileSharing;
 use bcow_fuse::{MountOptions, MountStats, Session};
 use bcow_images::error::CommandError;
+use bcow_images::image::OpenImage;
 use bcow_union::fs::UnionFs;
 use rustix::thread::CapabilitySet;
 
 use super::driver::Way;
-use super::host::{Host, TakenSlot};
-use crate::args::{MountArgs, ShareChoice};
+use super::host::{Host, TakenSlots};
+use crate::args::{MountArgs, ShareChoice, VerifyWhat};
 use crate::error::failure;
 
 /// Why a mount with all conditions does not share files.
@@ -37,44 +39,60 @@ pub(super) fn check(args: &MountArgs, way: &Way) -> Result<(), CommandError> {
 }
 
 /// The content of a mount with `union`, and why it does not share files; `None` if it does. A mount
-/// that this process takes over has `slot` if it shared files before.
+/// that this process takes over has `slots` if it shared files before.
 pub(super) fn content(
     args: &MountArgs,
     options: &MountOptions,
     host: &Host<'_>,
-    key: ImageKey,
+    image: &OpenImage,
     union: Arc<UnionFs>,
-    slot: TakenSlot,
+    slots: TakenSlots<'_>,
 ) -> Result<(Content, Option<String>), CommandError> {
+    let mut names = args.layers()?.into_iter();
+    let is_remote = args.image.is_remote() || names.any(|layer| layer.is_remote());
+    let key = ImageKey {
+        identity: image.identity(),
+        verify: verify(args).unwrap_or_default(),
+        is_remote,
+    };
+    let layers = Layers {
+        stack: Arc::clone(image.image()),
+        // Their metadata would have to be fetched.
+        files: if is_remote { Vec::new() } else { image.merged_layers() },
+    };
     let pool = host.pool.as_ref();
     let files = pool.and_then(|pool| pool.files.as_ref());
-    if let TakenSlot::Of(slot) = slot {
+    if let TakenSlots::Of(slots) = slots {
         let files = files.ok_or_else(|| cannot("the hidden mount is missing"))?;
-        let image = files.share_again(key, union.image(), slot);
+        let image = files.share_again(key, union.image(), layers, slots);
         let image = image.map_err(|error| failure(&error))?;
         return Ok((Content::Shared(union, image), None));
     }
-    let why_not = match (reason_against(args, options, slot), files) {
+    let why_not = match (reason_against(args, options, slots), files) {
         (Some(reason), _) => reason,
         (None, None) if pool.is_none() => "no pool serves the mount".to_owned(),
         (None, None) => "the supervisor of the pool is of an earlier version".to_owned(),
-        (None, Some(files)) => match files.share(key, union.image()) {
+        (None, Some(files)) => match files.share(key, union.image(), layers) {
             Ok(image) => return Ok((Content::Shared(union, image), None)),
             Err(error) => failure(&error).in_one_line(),
         },
     };
     match args.share {
-        ShareChoice::On if slot == TakenSlot::New => Err(cannot(&why_not)),
+        ShareChoice::On if slots == TakenSlots::New => Err(cannot(&why_not)),
         _ => Ok((Content::Union(union), Some(why_not))),
     }
 }
 
-fn reason_against(args: &MountArgs, options: &MountOptions, slot: TakenSlot) -> Option<String> {
+fn reason_against(
+    args: &MountArgs,
+    options: &MountOptions,
+    slots: TakenSlots<'_>,
+) -> Option<String> {
     let reason = match () {
         () if args.share == ShareChoice::Off => "as --share says",
-        () if slot == TakenSlot::None => "the mount was made without",
-        () if args.share == ShareChoice::Auto && args.image.is_remote() => {
-            "reads from a server would delay those of the other images of the pool"
+        () if slots == TakenSlots::None => "the mount was made without",
+        () if verify(args).is_none() => {
+            "reads of the layers are not verified in the same way as those of the image"
         }
         () if options.write_cache() == WriteCache::Back => "the mount has the option writeback",
         () if !is_kernel_new() => NO_PASSTHROUGH,
@@ -82,6 +100,15 @@ fn reason_against(args: &MountArgs, options: &MountOptions, slot: TakenSlot) -> 
         () => return None,
     };
     Some(reason.to_owned())
+}
+
+/// What each read verifies; `None` if that is not the same for the image and the layers on top.
+fn verify(args: &MountArgs) -> Option<Verify> {
+    let all = args.verify == Some(VerifyWhat::Merkle);
+    // Also without `--verify`.
+    let image = all || args.image.is_remote() || args.stores.remote.root_hash.is_some();
+    let verify = if image { Verify::Merkle } else { Verify::Checksums };
+    Some(verify).filter(|_| image == all || !args.has_layers())
 }
 
 /// Whether this is Linux 6.12 or later: before, a descriptor without access (O_PATH) cannot be a
@@ -109,7 +136,7 @@ pub(super) fn settle(
     stats: &MountStats,
     why_not: Option<String>,
 ) -> Result<(), CommandError> {
-    let on = session.slot().is_some();
+    let on = !session.slots().is_empty();
     let reason = match (on, why_not) {
         (true, _) => None,
         (false, Some(reason)) => Some(reason),

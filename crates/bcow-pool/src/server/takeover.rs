@@ -50,7 +50,7 @@ impl Pool {
                 };
                 let target = handover.target.into();
                 let record = MountRecord::new(asked, target, handover.agreed, identity, service)
-                    .with_slot(session.slot());
+                    .with_slots(session.slots());
                 let kept = Kept {
                     disk: None,
                     connection: handover.connection,
@@ -150,10 +150,11 @@ impl Pool {
             handover.target = OsString::from(record.target.clone()).into();
             handover.agreed = record.agreed;
             let mount = MountInProgress::of_taken_over(self);
+            let slots = record.slots();
             let upper_use = match (&record.service.upper, &ledger) {
                 (Some(_), Some(ledger)) => UpperUse::TakeOver {
                     ledger: ledger.as_fd(),
-                    slot: record.slot,
+                    slots: &slots,
                 },
                 (Some(upper), None) => {
                     return Err(CommandError::new(format!(

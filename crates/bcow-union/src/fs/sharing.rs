@@ -55,6 +55,12 @@ impl UnionFs {
         &self.image
     }
 
+    /// The path of a node in the image, without the leading slash; `None` if the node has no name.
+    pub fn image_path(&self, id: NodeId) -> Option<Vec<u8>> {
+        let node = self.node(id).ok()?;
+        self.lower_path(&node).ok()
+    }
+
     /// Whether the kernel may read the content of a node from the image.
     pub fn image_content(&self, id: NodeId) -> Result<ImageContent, Errno> {
         let node = self.node(id)?;
