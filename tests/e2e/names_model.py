@@ -8,6 +8,7 @@ round, and the reason if a request fails or a file has other content than the mo
 is then 1.
 """
 
+import collections
 import ctypes
 import errno
 import os
@@ -15,6 +16,7 @@ import random
 import select
 import stat
 import sys
+import traceback
 
 STEPS = 40
 MAX_FILES = 20
@@ -50,8 +52,12 @@ class File:
 
 
 class Model:
+    file_type = File
+
     def __init__(self, directory, template, seed):
         self.directory = directory
+        # The last steps, for a report.
+        self.steps, self.history = 0, collections.deque(maxlen=20)
         self.random = random.Random(seed)
         # Path to File, to a set of names (a directory), or to a string (a symbolic link).
         self.objects = {}
@@ -81,7 +87,7 @@ class Model:
                     self.objects[path] = files[found.st_ino]
                 else:
                     with open(source, "rb") as file:
-                        files[found.st_ino] = self.objects[path] = File(file.read())
+                        files[found.st_ino] = self.objects[path] = self.file_type(file.read())
 
     def at(self, path):
         return os.path.join(self.directory, path)
@@ -104,7 +110,12 @@ class Model:
         steps = [self.write, self.write, self.write_large, self.write_large, self.create, self.move,
                  self.exchange, self.remove, self.link, self.directory_step, self.symlink,
                  self.attribute, self.truncate, self.replace, self.list, self.write_nameless]
-        self.random.choice(steps)()
+        self.do(self.random.choice(steps))
+
+    def do(self, step):
+        self.steps += 1
+        self.history.append(step.__name__)
+        step()
 
     def create(self):
         if len(self.small_files()) >= MAX_FILES:
@@ -117,7 +128,7 @@ class Model:
             found = stat.S_IMODE(os.fstat(descriptor).st_mode)
             if found != mode:
                 raise AssertionError(f"{path} has mode {found:o} instead of {mode:o}")
-            self.objects[path] = File()
+            self.objects[path] = self.file_type()
             self.write_to(descriptor, self.objects[path])
         finally:
             os.close(descriptor)
@@ -332,26 +343,25 @@ class Model:
             os.close(descriptor)
 
 
-def main():
-    directory, template, seed = sys.argv[1:]
-    model = Model(directory, template, int(seed))
-    rounds = 0
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        for _ in range(STEPS):
-            model.step()
-        model.check()
-        rounds += 1
-        print(rounds, flush=True)
-    model.check()
-
-
-if __name__ == "__main__":
+def run(model):
+    """Makes steps until the standard input ends."""
     try:
-        main()
+        rounds = 0
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            for _ in range(STEPS):
+                model.step()
+            model.check()
+            rounds += 1
+            print(rounds, flush=True)
+        model.check()
     except (OSError, AssertionError) as failure:
         if isinstance(failure, OSError):
             failure = f"{errno.errorcode.get(failure.errno)}: {failure}"
-        import traceback
         traceback.print_exc()
-        print(f"failed: {failure}", flush=True)
+        print(f"failed at step {model.steps} ({', '.join(model.history)}): {failure}", flush=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    directory, template, seed = sys.argv[1:]
+    run(Model(directory, template, int(seed)))

@@ -43,6 +43,9 @@ ATTEMPTS = 5
 class PoolCase(Scratch):
     """An image, and a directory for pools."""
 
+    # Seconds for a command, or for a process that takes over.
+    timeout = TIMEOUT
+
     @classmethod
     def setUpClass(cls):
         need(fuse=True, root=True)
@@ -54,7 +57,7 @@ class PoolCase(Scratch):
         for name, data in cls.files.items():
             cls.path(f"tree/{name}", data)
         cls.image = cls.path("image.bcow")
-        bcow("convert", f"dir:{tree}", cls.image, timeout=TIMEOUT)
+        bcow("convert", f"dir:{tree}", cls.image, timeout=cls.timeout)
 
     @classmethod
     def make_programs(cls):
@@ -109,7 +112,7 @@ class PoolCase(Scratch):
             os.rmdir(where)
 
     def bcow(self, *arguments, **options):
-        options.setdefault("timeout", TIMEOUT)
+        options.setdefault("timeout", self.timeout)
         return bcow(*arguments, env=self.env, **options)
 
     def start(self, name="pool", *options):
@@ -160,7 +163,7 @@ class PoolCase(Scratch):
         before = self.find()
         os.kill(before["pid"], signal.SIGKILL)
         until(lambda: (self.find()["restarts"] or 0) > before["restarts"],
-              "another process takes over")
+              "another process takes over", self.timeout)
         return self.pid()
 
     def disturb(self, steps, wait):
@@ -1230,13 +1233,13 @@ class KernelDriver(PoolCase):
 
 
 class Program:
-    """A program of `names_model.py`."""
+    """A program of `names_model.py`, or of another model."""
 
-    def __init__(self, directory, template, seed):
+    def __init__(self, directory, template, seed, *more, model="names_model.py", env=None):
         self.rounds, self.lines = 0, []
         self.process = subprocess.Popen(
-            [sys.executable, os.path.join(os.path.dirname(__file__), "names_model.py"), directory,
-             template, str(seed)],
+            [sys.executable, os.path.join(os.path.dirname(__file__), model), directory, template,
+             str(seed), *more], env={**os.environ, **(env or {})},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.thread = threading.Thread(target=self.follow, daemon=True)
         self.seed = seed
@@ -1261,11 +1264,14 @@ class Program:
         until(lambda: self.rounds >= target or self.process.poll() is not None,
               "the program goes on")
 
-    def finish(self):
-        """Ends the program, which compares all files once more."""
+    def ask_to_end(self):
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        code = self.process.wait(timeout=TIMEOUT)
+
+    def finish(self, seconds=TIMEOUT):
+        """Ends the program, which compares all files once more."""
+        self.ask_to_end()
+        code = self.process.wait(timeout=seconds)
         self.thread.join()
         if code != 0:
             raise AssertionError(f"seed {self.seed}: {''.join(self.lines[-20:])}")
