@@ -162,6 +162,7 @@ impl UnionFs {
             return self.table.drop_node(node);
         }
         if let Some(node) = self.keep_unrecorded(node) {
+            self.drop_orphan(&node);
             self.measure_if_open(&node);
             self.table.drop_node(node);
         }

@@ -30,6 +30,9 @@ impl UnionFs {
     /// Gives the file of a node that may lose its last name a name in the work directory, if
     /// another process may take over the mount. If the host cannot, for example because it has no
     /// space, that process will not find the file.
+    ///
+    /// The caller holds the lock of the node's state: a thread that reads the link count must know
+    /// whether this name is one of the links.
     pub(super) fn keep_orphan(&self, node: &Node, file: &File) {
         if self.ledger.is_none() || node.has_orphan.load(Ordering::Acquire) {
             return;
@@ -82,6 +85,10 @@ impl UnionFs {
                 self.host_failed(b"", "the map of a removed file stays", errno);
             }
         }
+        if !node.has_orphan.load(Ordering::Acquire) {
+            return;
+        }
+        let _state = node.write_state();
         if node.has_orphan.swap(false, Ordering::AcqRel) {
             let name = orphan_name(node.id);
             // A name that cannot be removed is removed when the directory is emptied.

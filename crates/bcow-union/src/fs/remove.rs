@@ -159,6 +159,7 @@ impl UnionFs {
         let file = self.open_upper(node, Access::Path)?;
         let indexed = node.read_state().is_indexed();
         if !indexed && !node.is_directory() {
+            let _state = node.write_state();
             self.keep_orphan(node, &file);
         }
         Ok(RemovedObject { file: Some(file) })
@@ -203,6 +204,7 @@ impl UnionFs {
         let is_last = if indexed {
             self.count_names(node.lower, file)? <= 0
         } else {
+            let _state = node.read_state();
             Self::links_in_tree(node, rustix::fs::fstat(file)?.st_nlink) == 0
         };
         if !is_last {

@@ -307,6 +307,26 @@ fn removed_files_and_directories_in_use_stay() {
 }
 
 #[test]
+fn a_forgotten_file_has_no_name_in_the_work_directory_after_its_flush() {
+    let Some(fixture) = open() else { return };
+    let (fs, big) = (fixture.fs(), fixture.get("big").node);
+    fixture.write(big, 5000, b"written");
+    fs.link(big, NodeId::ROOT, b"other").unwrap();
+    fs.unlink(NodeId::ROOT, b"big").unwrap();
+    assert_eq!(attributes(&fixture, big).nlink, 1);
+    // No flush has recorded this write.
+    fixture.write(big, 50_000, b"written");
+    fs.forget(big, 10);
+    assert_eq!(fs.unrecorded.lock().len(), 1);
+    for _ in 0..2 {
+        fs.run_periodic();
+    }
+    assert!(fs.unrecorded.lock().is_empty());
+    assert_eq!(orphans(&fixture), 0);
+    assert_eq!(fixture.get("other").nlink, 1);
+}
+
+#[test]
 fn files_with_several_names_in_the_image_are_found_by_the_index() {
     let Some(mut fixture) = open() else { return };
     let id = fixture.get("h1").node;
