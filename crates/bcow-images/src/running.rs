@@ -29,6 +29,8 @@ pub const LOCK_IN_UPPER: &str = ".bcow/lock";
 const SCHEMA: &str = "bcow.services/1";
 /// Limit of the document in bytes.
 const MAX_BYTES: u64 = 1 << 20;
+/// How often the descriptors of a process are searched for its list.
+const PASSES: u32 = 8;
 
 /// Something that a process serves.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -376,11 +378,15 @@ fn server(pid: u32, memory: (u32, u32)) -> Option<Server> {
     if !name.starts_with(b"bcow") && !name.starts_with(b"mount.bcow") {
         return None;
     }
-    let descriptors = std::fs::read_dir(process.join("fd")).ok()?;
-    let services = descriptors
-        .flatten()
-        .filter(|entry| is_own_list(&entry.path()))
-        .find_map(|entry| read(&entry.path(), memory).ok())?;
+    let services = || {
+        let descriptors = std::fs::read_dir(process.join("fd")).ok()?;
+        descriptors
+            .flatten()
+            .filter(|entry| is_own_list(&entry.path()))
+            .find_map(|entry| read(&entry.path(), memory).ok())
+    };
+    // A pool replaces its list at each mount, and a pass over its descriptors can miss both lists.
+    let services = (0..PASSES).find_map(|_| services())?;
     let namespace = |process: &Path| std::fs::read_link(process.join("ns/mnt")).ok();
     Some(Server {
         pid,
@@ -436,6 +442,9 @@ fn device(file: &OwnedFd) -> rustix::io::Result<(u32, u32)> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Duration;
+
     use super::*;
 
     fn service() -> Service {
@@ -469,6 +478,25 @@ mod tests {
             assert_eq!(std::fs::read_link(&place).unwrap(), Path::new(LINK));
             assert!(!is_own_list(&place));
         }
+    }
+
+    #[test]
+    fn a_process_that_replaces_its_list_is_found() {
+        let is_over = AtomicBool::new(false);
+        let mut published = publish(vec![service()]);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    assert!(published.is_some());
+                    published = publish(vec![service()]);
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            });
+            let found = (0..300).filter(|_| server_of(std::process::id()).is_some());
+            let count = found.count();
+            is_over.store(true, Ordering::Relaxed);
+            assert_eq!(count, 300);
+        });
     }
 
     #[test]
