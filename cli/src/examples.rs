@@ -11,7 +11,7 @@ const FIRST: [&str; 4] = [
 ];
 
 /// Examples of the commands, which each line names.
-const EXAMPLES: [&str; 51] = [
+const EXAMPLES: [&str; 55] = [
     "bcow convert docker://debian:12 debian.bcow",
     "bcow convert dir:rootfs root.bcow",
     "bcow convert qcow2:vm.qcow2 base.bcow",
@@ -42,6 +42,7 @@ const EXAMPLES: [&str; 51] = [
     "bcow export debian.bcow --to oci-archive:debian.tar:12",
     "bcow diff old.bcow new.bcow",
     "bcow diff debian.bcow --upper changes",
+    "bcow diff debian.bcow --upper changes --stat",
     "bcow mount debian.bcow mnt",
     "bcow mount debian.bcow mnt --upper changes -o allow_other,suid,dev",
     "bcow umount mnt",
@@ -50,12 +51,15 @@ const EXAMPLES: [&str; 51] = [
     "bcow cache verify",
     "bcow cache warm docker://registry.example.org/team/debian:12",
     "bcow stats mnt",
+    "bcow stats mnt --interval 5",
     "bcow pool list",
     "bcow pool restart web",
     "bcow pool start web --memory 256M",
     "bcow pool stats web",
     "bcow pool stop --force web",
     "bcow ps",
+    "bcow top",
+    "bcow top --once --sort errors --filter web",
     "bcow serve vm.bcow --socket vm.sock",
     "bcow serve --read-only debian.bcow --listen 127.0.0.1:10809",
     "bcow attach vm.bcow /dev/nbd0",

@@ -2,6 +2,7 @@
 
 mod blocks;
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use bcow::format::Use;
@@ -10,14 +11,14 @@ use bcow_erofs::diff::{
     Stopped, XattrChange, diff,
 };
 use bcow_erofs::overlay::is_whiteout;
-use bcow_erofs::reader::{FileType, Inode, Timestamp};
+use bcow_erofs::reader::{ExtentSource, FileExtent, FileType, Inode, Timestamp};
 use bcow_union::offline::lower_offset;
 use serde::Serialize;
 use serde_json::json;
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
-use crate::size::plural;
+use crate::size::{Human, plural};
 use crate::stat::{self, InodeFacts};
 use crate::ui::{Output, Ui};
 use crate::{changes, names};
@@ -69,6 +70,9 @@ pub struct Args {
     /// `bcow create --fs ext4`
     #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
+    /// Print the sizes of what the upper stores for each file, the largest first
+    #[arg(long, requires = "upper", conflicts_with_all = ["summary", "null"])]
+    stat: bool,
     /// Compare only types, content, link targets and device numbers
     #[arg(long, conflicts_with = "metadata")]
     content: bool,
@@ -157,6 +161,8 @@ fn compare_trees(
         b,
         quote: ui.stdout_is_terminal() && !args.null,
         out: ui.output(),
+        stored: Vec::new(),
+        counted: HashSet::new(),
     };
     report.begin(options.compare)?;
     let compared = diff(
@@ -216,6 +222,8 @@ struct Difference {
     #[serde(skip_serializing_if = "Option::is_none")]
     content_differs_at: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    stored_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     a: Option<InodeFacts>,
     #[serde(skip_serializing_if = "Option::is_none")]
     b: Option<InodeFacts>,
@@ -227,6 +235,10 @@ struct Report<'a> {
     b: &'a Tree,
     quote: bool,
     out: Output,
+    /// With `--stat`: the bytes that the upper stores for a file, the letter and the path.
+    stored: Vec<(u64, &'static str, Vec<u8>)>,
+    /// Inodes with several names that were counted.
+    counted: HashSet<u64>,
 }
 
 impl Report<'_> {
@@ -270,19 +282,69 @@ impl Report<'_> {
             self.out.close_document()?;
         } else if self.args.summary {
             writeln!(self.out, "{}", in_words(summary))?;
+        } else if self.args.stat {
+            self.sizes()?;
         }
         self.out.finish()
     }
 
     fn difference(&mut self, path: &[u8], change: &Change<'_>) -> Result<(), CommandError> {
+        let stored = match change {
+            Change::Added(b) | Change::Retyped(_, b) | Change::Changed(_, b, _)
+                if self.args.stat && b.kind == FileType::Regular =>
+            {
+                self.stored_bytes(path, b)?
+            }
+            _ => 0,
+        };
         match (self.args.summary, self.args.json) {
-            (true, _) => Ok(()),
-            (false, true) => self.as_json(path, change),
-            (false, false) => self.as_line(path, change),
+            (true, _) => {}
+            (false, true) => return self.as_json(path, change, stored),
+            (false, false) if self.args.stat => {
+                self.stored.push((stored, letter(change), path.to_owned()));
+            }
+            (false, false) => return self.as_line(path, change),
         }
+        Ok(())
     }
 
-    fn as_json(&mut self, path: &[u8], change: &Change<'_>) -> Result<(), CommandError> {
+    /// The bytes of a file that the upper stores; 0 for further names of the file.
+    fn stored_bytes(&mut self, path: &[u8], inode: &Inode) -> Result<u64, CommandError> {
+        if inode.nlink > 1 && !self.counted.insert(inode.ino) {
+            return Ok(0);
+        }
+        self.b.read(path, |fs| {
+            let mut extents = fs.extents(inode, 0);
+            extents.try_fold(0, |sum, extent| {
+                let FileExtent { length, source, .. } = extent?;
+                let is_stored = matches!(source, ExtentSource::Device { offset }
+                    if lower_offset(offset).is_none());
+                Ok(sum + if is_stored { length } else { 0 })
+            })
+        })
+    }
+
+    /// The lines of `--stat`.
+    fn sizes(&mut self) -> Result<(), CommandError> {
+        let sum: u64 = self.stored.iter().map(|(bytes, ..)| bytes).sum();
+        writeln!(self.out, "{:>10}\t\tall", Human(sum).to_string())?;
+        self.stored
+            .sort_by(|a, b| b.0.cmp(&a.0).then_with(|| a.2.cmp(&b.2)));
+        let stored = std::mem::take(&mut self.stored).into_iter();
+        for (bytes, letter, path) in stored.filter(|(bytes, ..)| *bytes > 0) {
+            write!(self.out, "{:>10}\t{letter}\t", Human(bytes).to_string())?;
+            self.out.name(&path, self.quote)?;
+            writeln!(self.out)?;
+        }
+        Ok(())
+    }
+
+    fn as_json(
+        &mut self,
+        path: &[u8],
+        change: &Change<'_>,
+        stored: u64,
+    ) -> Result<(), CommandError> {
         let (before, after, what) = match change {
             Change::Added(b) => (None, Some(*b), None),
             Change::Removed(a) => (Some(*a), None, None),
@@ -306,6 +368,7 @@ impl Report<'_> {
                 Some(ContentDifference::At(at)) => Some(at),
                 _ => None,
             },
+            stored_bytes: self.args.stat.then_some(stored),
             a: facts(self.a, before)?,
             b: facts(self.b, after)?,
         })

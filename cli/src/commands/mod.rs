@@ -30,5 +30,6 @@ pub mod seal;
 pub mod serve;
 pub mod snapshot;
 pub mod stats;
+pub mod top;
 pub mod umount;
 pub mod version;

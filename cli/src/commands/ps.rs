@@ -29,14 +29,17 @@ pub struct Args {
     json: bool,
 }
 
-/// Time limit for the answer of a mount whose process is not visible.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit for the answer of a mount.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Mounts that are asked at the same time.
 const ASKED_AT_ONCE: usize = 64;
 
 /// One line of the list: a mount or a served disk, and its process.
 #[derive(Default, Serialize)]
-struct Row {
+pub struct Row {
+    /// The mount, if it is one of this mount namespace.
+    #[serde(skip)]
+    pub mount: Option<MountedImage>,
     /// As `other_mount_namespace`: `None` if the service has no process, or if its process is dead
     /// or cannot be examined.
     pid: Option<u32>,
@@ -51,12 +54,12 @@ struct Row {
     layers: Vec<String>,
     export: Option<String>,
     upper: Option<String>,
-    at: Vec<String>,
+    pub at: Vec<String>,
     mode: String,
-    pool: Option<String>,
+    pub pool: Option<String>,
     /// As `since_unix_seconds`: `None` if the start time is not known.
     since: Option<String>,
-    since_unix_seconds: Option<u64>,
+    pub since_unix_seconds: Option<u64>,
 }
 
 /// Prints all services as a table or as JSON.
@@ -83,31 +86,43 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 }
 
 /// The services of all processes that this user can examine, then the mounts of other processes.
-fn rows() -> Result<Vec<Row>, CommandError> {
+pub fn rows() -> Result<Vec<Row>, CommandError> {
     let mut rows: Vec<Row> = Vec::new();
     let servers = running::servers();
     let mut mounts = bcow_fuse::mounted_images().context(|| "cannot list the mounts".to_owned())?;
+    for server in &servers {
+        for service in &server.services {
+            let is_its = |mount: &&MountedImage| {
+                let found = server.mount(&mount.device, &mount.path);
+                found.is_some_and(|found| std::ptr::eq(found, service))
+            };
+            let mount = mounts.iter().find(is_its).cloned();
+            rows.push(Row::of(server, service.clone(), mount));
+        }
+    }
     mounts.retain(|mount| {
         !servers
             .iter()
             .any(|server| server.has_mount(&mount.device, &mount.path))
     });
-    for server in servers {
-        let services = server.services.iter();
-        rows.extend(services.map(|service| Row::of(&server, service.clone())));
-    }
-    // A process that hangs delays its answer, so the processes are asked at the same time.
-    for some in mounts.chunks(ASKED_AT_ONCE) {
+    rows.extend(at_once(&mounts, without_process));
+    Ok(rows)
+}
+
+/// Does the same with each of these at the same time: a process that hangs delays its answer.
+pub fn at_once<T: Sync, R: Send>(these: &[T], act: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let (act, mut results) = (&act, Vec::new());
+    for some in these.chunks(ASKED_AT_ONCE) {
         std::thread::scope(|scope| {
             let asked: Vec<_> = some
                 .iter()
-                .map(|mount| scope.spawn(|| without_process(mount)))
+                .map(|one| scope.spawn(move || act(one)))
                 .collect();
             let answered = asked.into_iter().map(ScopedJoinHandle::join);
-            rows.extend(answered.map(|row| row.unwrap_or_else(|panic| resume_unwind(panic))));
+            results.extend(answered.map(|one| one.unwrap_or_else(|panic| resume_unwind(panic))));
         });
     }
-    Ok(rows)
+    results
 }
 
 /// The row of a mount whose process cannot be examined, from the data of the kernel.
@@ -132,14 +147,16 @@ fn without_process(mount: &MountedImage) -> Row {
         },
         at: vec![mount.path.to_string_lossy().into_owned()],
         mode: if mount.is_writable { "rw" } else { "ro" }.to_owned(),
+        mount: Some(mount.clone()),
         ..Row::default()
     }
 }
 
 impl Row {
-    fn of(server: &Server, service: Service) -> Self {
+    fn of(server: &Server, service: Service, mount: Option<MountedImage>) -> Self {
         let since = Some(service.since).filter(|&since| since > 0);
         Row {
+            mount,
             pid: Some(server.pid),
             uid: Some(server.uid),
             user: Some(running::user_name(server.uid)),
@@ -158,11 +175,14 @@ impl Row {
         }
     }
 
-    /// The cells, in the order of the titles.
-    fn columns(&self) -> [String; 7] {
-        let shown = |text: &str| printable(text).into_owned();
-        let known = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
-        let mut place = shown(&self.image);
+    /// The state, or `-`.
+    pub fn state(&self) -> &'static str {
+        self.state.unwrap_or("-")
+    }
+
+    /// The image, where it is served, and what belongs to it.
+    pub fn place(&self) -> String {
+        let mut place = printable(&self.image).into_owned();
         if !self.layers.is_empty() {
             place += &format!(", layer {}", printable(&self.layers.join(", ")));
         }
@@ -179,14 +199,21 @@ impl Row {
         if self.other_mount_namespace == Some(true) {
             place += " (in another mount namespace)";
         }
+        place
+    }
+
+    /// The cells, in the order of the titles.
+    fn columns(&self) -> [String; 7] {
+        let shown = |text: &str| printable(text).into_owned();
+        let known = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         [
             known(self.pid.map(|pid| pid.to_string())),
             known(self.user.as_deref().map(shown)),
             shown(&self.kind),
             shown(&self.mode),
-            known(self.state.map(str::to_owned)),
+            self.state().to_owned(),
             known(self.since.clone()),
-            place,
+            self.place(),
         ]
     }
 }

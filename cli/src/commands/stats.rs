@@ -1,7 +1,7 @@
 //! `bcow stats`
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::document::{
     DiskFigures, Document, Errors, KindCount, OperationFigures, Remote, SCHEMA, Upper,
@@ -9,6 +9,7 @@ use bcow_fuse::stats::document::{
 use bcow_fuse::{Driver, MountedImage};
 use serde_json::json;
 
+use super::top::{Activity, Totals};
 use crate::ask::{self, ANSWER_TIMEOUT};
 use crate::error::{CommandError, Context};
 use crate::named_mount::mount_at;
@@ -32,6 +33,10 @@ pub struct Args {
     /// Seconds to wait for a mount that does not answer [default: 5]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     timeout: Option<u32>,
+    /// Print a line every SECONDS with the requests since the line before, until the mount ends;
+    /// with --json, all statistics in one line
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    interval: Option<u32>,
     /// Print the unchanged answer of the mount
     #[arg(long, hide = true)]
     direct: bool,
@@ -49,6 +54,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let timeout = args.timeout.map_or(ANSWER_TIMEOUT, |seconds| {
         Duration::from_secs(seconds.into())
     });
+    if let Some(seconds) = args.interval {
+        return print_often(
+            args,
+            &mount,
+            timeout,
+            Duration::from_secs(seconds.into()),
+            ui,
+        );
+    }
     let json = ask::statistics(&args.directory, &mount, timeout)?;
     if args.json {
         let value: serde_json::Value = serde_json::from_slice(&json)
@@ -59,6 +73,37 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut out = ui.output();
     print(&document, &mut out)?;
     out.finish()
+}
+
+/// Prints the activity in each interval, as vmstat(8) does.
+fn print_often(
+    args: &Args,
+    mount: &MountedImage,
+    timeout: Duration,
+    interval: Duration,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let mut before: Option<(Totals, Instant)> = None;
+    loop {
+        let json = ask::statistics(&args.directory, mount, timeout)?;
+        let now = Totals::of(&ask::read(&args.directory, &json)?);
+        let mut out = ui.output();
+        let line = |cells: [String; 8]| cells.map(|cell| format!("{cell:>11}")).concat();
+        match &before {
+            _ if args.json => {
+                out.write_bytes(&json)?;
+                writeln!(out)?;
+            }
+            None => writeln!(out, "{}", line(Activity::TITLES.map(str::to_owned)))?,
+            Some((totals, at)) => {
+                let activity = Activity::between(totals, &now, at.elapsed());
+                writeln!(out, "{}", line(activity.columns()))?;
+            }
+        }
+        out.finish()?;
+        before = Some((now, Instant::now()));
+        std::thread::sleep(interval);
+    }
 }
 
 /// Prints what is known of a mount that has no process.
@@ -86,6 +131,7 @@ fn print_direct(
             "share": null,
             "passthrough": null,
             "errors": null,
+            "in_flight": null,
             "operations": [],
         }));
     }
@@ -114,10 +160,19 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         passthrough,
         trace,
         errors,
+        in_flight,
         operations,
         ..
     } = document;
     writeln!(out, "image:       {}", printable(&image.name))?;
+    if let Some(state) = image.file_state.as_deref().filter(|&state| state != "same") {
+        let file = printable(&image.file);
+        writeln!(
+            out,
+            "image file:  {file} was {} since the mount",
+            printable(state)
+        )?;
+    }
     writeln!(out, "identity:    {}", image.identity)?;
     let (pid, uptime) = (process.pid, Lasting(process.uptime_seconds));
     writeln!(out, "served by:   process {pid}, for {uptime}")?;
@@ -159,6 +214,9 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         print_disk(disk, out)?;
     }
     print_errors(errors, out)?;
+    if let Some(in_flight) = in_flight {
+        writeln!(out, "in flight:   {}", plural(*in_flight, "request"))?;
+    }
     print_operations(operations, out)
 }
 
@@ -353,7 +411,7 @@ fn share(part: u64, whole: u64) -> Option<String> {
 }
 
 /// A short time in ns, rounded: `1.2 us`, `34 ms`.
-struct Took(u64);
+pub struct Took(pub u64);
 
 impl std::fmt::Display for Took {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

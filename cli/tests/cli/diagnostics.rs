@@ -709,3 +709,55 @@ fn the_filter_of_the_environment_selects_what_is_logged() {
         assert!(place.unmounted().contains("status 0"));
     }
 }
+
+#[test]
+fn replaced_changed_and_removed_images_are_named() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&words("mount image.bcow mnt"));
+    let image = place.0.path("image.bcow");
+    let state = || statistics(&place)["image"]["file_state"].clone();
+    assert_eq!(state(), "same");
+    assert!(!place.0.shown(&["stats", "mnt"]).contains("image file:"));
+    let file = fs::File::options().append(true).open(&image).unwrap();
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH)
+        .unwrap();
+    assert_eq!(state(), "changed");
+    fs::rename(&image, place.0.path("old.bcow")).unwrap();
+    assert_eq!(state(), "removed");
+    fs::copy(place.0.path("old.bcow"), &image).unwrap();
+    assert_eq!(state(), "replaced");
+    let shown = place.0.shown(&["stats", "mnt"]);
+    assert!(
+        shown.contains("image.bcow was replaced since the mount\n"),
+        "{shown}"
+    );
+    assert!(place.unmounted().contains("status 0"));
+}
+
+#[test]
+fn rates_of_a_mount_are_printed_in_each_interval() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&words("mount image.bcow mnt"));
+    let mut stats = place.0.command(&["stats", "mnt", "--interval=1"]);
+    let mut running = stats.stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(running.stdout.take().unwrap()).lines();
+    let mut next = || lines.next().unwrap().unwrap();
+    assert!(next().trim_start().starts_with("REQ/S "));
+    // A further name is a request each.
+    let end = Instant::now() + Duration::from_secs(60);
+    for number in 0.. {
+        fs::metadata(place.file(&format!("missing-{number}"))).unwrap_err();
+        std::thread::sleep(Duration::from_millis(10));
+        if number % 100 == 99 {
+            let line = next();
+            let rate: u64 = line.split_whitespace().next().unwrap().parse().unwrap();
+            if rate > 0 {
+                break;
+            }
+            assert!(Instant::now() < end, "{line}");
+        }
+    }
+    running.kill().unwrap();
+    running.wait().unwrap();
+    assert!(place.unmounted().contains("status 0"));
+}

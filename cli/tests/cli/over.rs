@@ -291,3 +291,30 @@ fn image_with_unreadable_metadata_is_not_joined() {
     assert!(text.ends_with("--- exit status 1\n"), "{text}");
     sandbox.ok(&["ls", name]);
 }
+
+#[test]
+fn sizes_of_what_an_upper_stores_are_listed_the_largest_first() {
+    let sandbox = committed();
+    sandbox.write("upper/etc/log", &noise(70_000));
+    fs::hard_link(
+        sandbox.path("upper/etc/log"),
+        sandbox.path("upper/etc/name"),
+    )
+    .unwrap();
+    symlink("new", sandbox.path("upper/etc/link")).unwrap();
+    let command = ["diff", "base.bcow", "--upper=upper", "--stat"];
+    let output = sandbox.run(&command);
+    let text = String::from_utf8(output.stdout).unwrap();
+    let sizes = "  68.4 KiB\t\tall\n  68.4 KiB\tA\t/etc/log\n       4 B\tA\t/etc/new\n";
+    assert_eq!(text, sizes);
+    let output = sandbox.run(&[&command[..], &["--json"]].concat());
+    let document: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let entries = document["entries"].as_array().unwrap();
+    let stored = |path: &str| {
+        let entry = entries.iter().find(|entry| entry["path"] == path);
+        entry.unwrap()["stored_bytes"].as_u64()
+    };
+    assert_eq!(stored("/etc/log"), Some(70_000));
+    assert_eq!(stored("/etc/name"), Some(0));
+    assert_eq!(stored("/etc/link"), Some(0));
+}

@@ -444,9 +444,11 @@ fn statistics_are_for_people_and_for_programs() {
     let no_numbers: String = without_chance(&place, before_requests)
         .lines()
         .map(|line| match line.split_once(':') {
-            Some(("cache" | "served by" | "identity" | "driver" | "saved" | "incomplete", _)) => {
-                "...\n".to_owned()
-            }
+            Some((
+                "cache" | "served by" | "identity" | "driver" | "saved" | "incomplete"
+                | "in flight",
+                _,
+            )) => "...\n".to_owned(),
             _ => format!("{line}\n"),
         })
         .collect();

@@ -63,6 +63,10 @@ pub struct Document {
     /// Errors since the mount.
     #[serde(default)]
     pub errors: Errors,
+    /// Requests that are being answered, apart from the one for the statistics; `None` from
+    /// versions that do not count them.
+    #[serde(default)]
+    pub in_flight: Option<u64>,
     /// Figures of the requests, for each kind that occurred.
     pub operations: Vec<OperationFigures>,
 }
@@ -85,6 +89,11 @@ pub struct Image {
     /// The image file, or the path of the image in a layout.
     #[serde(default)]
     pub file: String,
+    /// Whether that path still leads to the file that is mounted: `same`, `changed` (in place),
+    /// `replaced` or `removed`. `None` if it is not the path of a file, for a writable disk, and
+    /// from versions that do not examine it.
+    #[serde(default)]
+    pub file_state: Option<String>,
 }
 
 /// Errors of a mount.

@@ -105,9 +105,12 @@ impl Operation {
 /// than `2^i` ns. The last bucket also counts all slower requests (above 4.6 minutes).
 pub(crate) const BUCKETS: usize = 40;
 
-/// A histogram for each kind of request.
+/// A histogram for each kind of request, and the number of requests in flight.
 #[derive(Debug)]
-pub(crate) struct Latencies([Histogram; OPERATIONS.len()]);
+pub(crate) struct Latencies {
+    histograms: [Histogram; OPERATIONS.len()],
+    in_flight: AtomicU64,
+}
 
 #[derive(Debug)]
 struct Histogram {
@@ -129,30 +132,41 @@ pub(crate) struct Counts {
 #[must_use]
 pub(crate) struct Running<'a> {
     histogram: &'a Histogram,
+    in_flight: &'a AtomicU64,
     start: Instant,
 }
 
 impl Default for Latencies {
     fn default() -> Self {
-        Latencies(std::array::from_fn(|_| Histogram {
-            buckets: std::array::from_fn(|_| AtomicU64::new(0)),
-            total_ns: AtomicU64::new(0),
-        }))
+        Latencies {
+            histograms: std::array::from_fn(|_| Histogram {
+                buckets: std::array::from_fn(|_| AtomicU64::new(0)),
+                total_ns: AtomicU64::new(0),
+            }),
+            in_flight: AtomicU64::new(0),
+        }
     }
 }
 
 impl Latencies {
     /// Measures from now until the result is dropped.
     pub(crate) fn time(&self, operation: Operation) -> Running<'_> {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
         Running {
-            histogram: &self.0[operation as usize],
+            histogram: &self.histograms[operation as usize],
+            in_flight: &self.in_flight,
             start: Instant::now(),
         }
     }
 
+    /// The number of requests that are being answered.
+    pub(crate) fn in_flight(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
     /// The counts so far.
     pub(crate) fn counts(&self, operation: Operation) -> Counts {
-        let histogram = &self.0[operation as usize];
+        let histogram = &self.histograms[operation as usize];
         Counts {
             buckets: std::array::from_fn(|i| histogram.buckets[i].load(Ordering::Relaxed)),
             total_ns: histogram.total_ns.load(Ordering::Relaxed),
@@ -165,6 +179,7 @@ impl Drop for Running<'_> {
         let ns = u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.histogram.buckets[bucket(ns)].fetch_add(1, Ordering::Relaxed);
         self.histogram.total_ns.fetch_add(ns, Ordering::Relaxed);
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -228,7 +243,10 @@ mod tests {
     #[test]
     fn only_the_kind_that_ran_is_counted() {
         let latencies = Latencies::default();
-        drop(latencies.time(Operation::Write));
+        let running = latencies.time(Operation::Write);
+        assert_eq!(latencies.in_flight(), 1);
+        drop(running);
+        assert_eq!(latencies.in_flight(), 0);
         drop(latencies.time(Operation::Write));
         assert_eq!(latencies.counts(Operation::Write).count(), 2);
         assert_eq!(latencies.counts(Operation::Read).count(), 0);

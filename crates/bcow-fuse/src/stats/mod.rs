@@ -7,7 +7,9 @@ mod prometheus;
 use std::cell::RefCell;
 use std::ffi::OsString;
 use std::fmt;
+use std::fs::Metadata;
 use std::os::fd::RawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
@@ -79,12 +81,32 @@ impl fmt::Debug for RemoteReport {
 /// measures the requests.
 pub struct MountStats {
     about: About,
+    /// The image file when it was mounted.
+    file: Option<FileMark>,
     started: Instant,
     latencies: Latencies,
     union: OnceLock<Writable>,
     disk: OnceLock<DiskUse>,
     mounted: OnceLock<Mounted>,
     sharing: OnceLock<FileSharing>,
+}
+
+/// Identifies a file, and a state of its content.
+#[derive(PartialEq)]
+struct FileMark {
+    device_and_inode: (u64, u64),
+    size_and_mtime: (u64, i64, i64),
+}
+
+impl FileMark {
+    /// `None` if there is no file at this path.
+    fn of(path: &Path) -> Option<Self> {
+        let file = path.metadata().ok().filter(Metadata::is_file)?;
+        Some(FileMark {
+            device_and_inode: (file.dev(), file.ino()),
+            size_and_mtime: (file.size(), file.mtime(), file.mtime_nsec()),
+        })
+    }
 }
 
 /// Known once the image is mounted.
@@ -126,6 +148,7 @@ impl MountStats {
     /// The counters of a mount that starts now.
     pub fn new(about: About) -> Self {
         MountStats {
+            file: FileMark::of(&about.file),
             about,
             started: Instant::now(),
             latencies: Latencies::default(),
@@ -229,6 +252,7 @@ impl MountStats {
                 name: self.about.image.to_string_lossy().into_owned(),
                 identity: hex(&self.about.identity),
                 file: self.about.file.to_string_lossy().into_owned(),
+                file_state: self.file_state().map(str::to_owned),
             },
             mountpoint: mounted.map_or_else(String::new, |mounted| {
                 mounted.mountpoint.to_string_lossy().into_owned()
@@ -251,12 +275,31 @@ impl MountStats {
                 .as_ref()
                 .map(|path| path.to_string_lossy().into_owned()),
             errors: mounted.map_or_else(Errors::none, |mounted| Errors::of(&mounted.errors)),
+            // The reader's own request is one of them.
+            in_flight: Some(self.latencies.in_flight().saturating_sub(1)),
             operations: Operation::all()
                 .filter_map(|operation| {
                     OperationFigures::of(operation, &self.latencies.counts(operation))
                 })
                 .collect(),
         }
+    }
+
+    /// See [`Image::file_state`].
+    fn file_state(&self) -> Option<&'static str> {
+        let before = self.file.as_ref()?;
+        let path = &self.about.file;
+        // A mount itself changes its disk.
+        let is_own_disk = |disk: &DiskUse| disk.path == *path && disk.disk.strong_count() > 0;
+        if self.disk.get().is_some_and(is_own_disk) {
+            return None;
+        }
+        Some(match FileMark::of(path) {
+            None => "removed",
+            Some(now) if now.device_and_inode != before.device_and_inode => "replaced",
+            Some(now) if now != *before => "changed",
+            Some(_) => "same",
+        })
     }
 
     /// The document as the value of [`STATS_XATTR`].
