@@ -186,7 +186,6 @@ impl Ui {
     pub fn progress(&self) -> Progress<'_> {
         let bar = self.bars.add(ProgressBar::no_length());
         bar.set_style(style(SPINNER));
-        bar.enable_steady_tick(Duration::from_millis(200));
         Progress {
             ui: self,
             bar,
@@ -457,6 +456,8 @@ impl bcow_oci::Progress for Progress<'_> {
 
     /// Several phases may share one count.
     fn phase(&self, name: &str) {
+        // The first one starts a thread.
+        self.bar.enable_steady_tick(Duration::from_millis(200));
         // A phase without a count has no line yet.
         self.line_if_due();
         self.bar.set_message(printable(name).into_owned());

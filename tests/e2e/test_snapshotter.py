@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import tarfile
 import tempfile
@@ -504,6 +505,7 @@ class Contract(WithSnapshotter):
 
     def test_a_second_process_is_refused(self):
         one = self.start()
+        self.assertEqual(stat.S_IMODE(os.stat(one.socket).st_mode), 0o600)
         for socket, expected in (("other", "another process uses"), ("sock", "another process")):
             refused = run(snapshots.PROGRAM, "--root", self.root, "--socket",
                           os.path.join(self.place, socket), check=False)

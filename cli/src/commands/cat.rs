@@ -11,6 +11,7 @@ use crate::ui::Ui;
 use crate::{names, stat};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
+use bcow_images::sandbox::{self, SandboxArgs};
 
 /// Write files of an image to standard output
 ///
@@ -31,6 +32,8 @@ pub struct Args {
     layers: LayerArgs,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// Bytes per read: `bcow cat IMG big | head -1` must not read the whole file.
@@ -38,7 +41,12 @@ const PIECE: u64 = 1 << 20;
 
 /// Writes the files, one after the other.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image, &args.layers.layers, &args.stores)?;
+    let layers = &args.layers.layers;
+    let sandbox = args
+        .sandbox
+        .begin(layers.iter().chain([&args.image]), &args.stores)?;
+    let image = OpenImage::open(&args.image, layers, &args.stores)?;
+    sandbox::close(sandbox)?;
     let tree = image.tree()?;
     let mut out = ui.output();
     for path in &args.paths {

@@ -5,6 +5,7 @@ mod print;
 use bcow_fsck::{Fsck, RepairOptions};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser, WHOLE_IMAGE};
+use bcow_images::sandbox::SandboxArgs;
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, StoreArgs};
@@ -75,6 +76,8 @@ pub struct Args {
     layers: LayerArgs,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// Runs the check, prints the result, and returns the exit status.
@@ -98,6 +101,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         jobs: args.jobs.map(usize::from),
         layers: &args.layers,
         stores: &args.stores,
+        sandbox: &args.sandbox,
         messages: ui,
         progress: &progress,
     };

@@ -7,7 +7,9 @@ use std::path::PathBuf;
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::inspect::ImageFacts;
 use bcow_images::inspect::resolve;
+use bcow_images::sandbox::{self, SandboxArgs};
 use bcow_images::{Name, plain};
+use bcow_sandbox::{Access, CapabilitySet};
 
 use crate::error::{Answer, CommandError, exit};
 use crate::image::{OpenImage, StoreArgs};
@@ -51,6 +53,8 @@ pub struct Args {
     resolve: bool,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// Inspects. For a damaged image, shows the readable part, and then fails.
@@ -58,12 +62,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if args.resolve {
         return print_resolved(args, ui);
     }
+    let mut sandbox = args.sandbox.begin([&args.image], &args.stores)?;
     let image = OpenImage::open_without_content(&args.image, &[], &args.stores, ui)?;
     if let Some(directory) = &args.mount_command {
         let mut out = ui.output();
         writeln!(out, "{}", plain::mount_command(&image, directory, ui)?)?;
         return out.finish();
     }
+    // The properties of a disk are read under a lock of its file.
+    let own = (image.opened().path.clone(), Access::Read);
+    sandbox::complete(&mut sandbox, &[own], CapabilitySet::DAC_READ_SEARCH)?;
     let (facts, failure) = ImageFacts::examine(&image);
     if args.json {
         ui.print_json(&facts)?;

@@ -15,6 +15,7 @@ use crate::stat::{self, InodeFacts};
 use crate::ui::{Output, Ui};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
+use bcow_images::sandbox::{self, SandboxArgs};
 
 /// List files in an image
 ///
@@ -55,12 +56,18 @@ pub struct Args {
     layers: LayerArgs,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// Lists.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image =
-        OpenImage::open_without_content(&args.image, &args.layers.layers, &args.stores, ui)?;
+    let layers = &args.layers.layers;
+    let sandbox = args
+        .sandbox
+        .begin(layers.iter().chain([&args.image]), &args.stores)?;
+    let image = OpenImage::open_without_content(&args.image, layers, &args.stores, ui)?;
+    sandbox::close(sandbox)?;
     let tree = image.tree()?;
     let path = args.path.as_bytes();
     // With -l a link is shown as a link; without, a link to a directory lists the directory.

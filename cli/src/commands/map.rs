@@ -4,6 +4,7 @@ use bcow::{Extent, Mapping, ShownBy};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::extents::ChainExtents;
+use bcow_images::sandbox::{self, SandboxArgs};
 use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context};
@@ -54,11 +55,15 @@ pub struct Args {
     json: bool,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// Prints the map.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let sandbox = args.sandbox.begin([&args.image], &args.stores)?;
     let image = OpenImage::open_without_content(&args.image, &[], &args.stores, ui)?;
+    sandbox::close(sandbox)?;
     let size = image.image().header().size;
     if args.start > size {
         return Err(CommandError::usage(format!(

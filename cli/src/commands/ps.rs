@@ -60,6 +60,7 @@ pub struct Row {
     /// As `since_unix_seconds`: `None` if the start time is not known.
     since: Option<String>,
     pub since_unix_seconds: Option<u64>,
+    sandbox: Vec<String>,
 }
 
 /// Prints all services as a table or as JSON.
@@ -172,6 +173,7 @@ impl Row {
             pool: service.pool,
             since: since.and_then(|since| bcow::rfc3339(since.try_into().ok()?)),
             since_unix_seconds: since,
+            sandbox: service.sandbox,
         }
     }
 

@@ -7,15 +7,17 @@ pub mod ready;
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bcow::BlockCache;
+use bcow::chain::directory_of;
+use bcow_images::sandbox::{self, SandboxArgs};
 use bcow_images::{Name, NameParts};
 use bcow_nbd::{Exports, ListenAddress, Listener, Server, ServerOptions, Tls, TlsWhen, activation};
 
 use crate::disks::is_writable_disk;
-use crate::error::CommandError;
+use crate::error::{CommandError, Context};
 use crate::heap;
 use crate::image::StoreArgs;
 use crate::limits;
@@ -23,8 +25,9 @@ use crate::names;
 use crate::running;
 use crate::ui::Ui;
 use bcow_images::args::{IMAGE, NameParser};
-use open::{Access, DeviceOptions, Served};
-use ready::{PidFile, Signals};
+use bcow_sandbox::{Access, CapabilitySet, Sandbox};
+use open::{DeviceOptions, Served};
+use ready::{PidFile, Signals, Waiting};
 
 /// Serve images and disks as network block devices (NBD)
 ///
@@ -74,6 +77,8 @@ pub struct Args {
     cache_size: u64,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
     #[command(flatten)]
     listen: ListenArgs,
     #[command(flatten)]
@@ -175,11 +180,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         refuse_second_writer(&named)?;
     }
     let mut options = server_options(args)?;
+    let images = named.iter().map(|(_, image)| image);
+    let sandbox = args.sandbox.begin(images, &args.stores)?;
     let mut served = Served::default();
     let opening = DeviceOptions {
         stores: &args.stores,
         cache: BlockCache::new(args.cache_size),
-        access: Access::of_options(args.read_only, args.snapshot),
+        access: open::Access::of_options(args.read_only, args.snapshot),
         command: "serve",
     };
     for (index, (name, path)) in named.iter().enumerate() {
@@ -188,7 +195,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
     let exports = Exports::new(served.exports.clone()).map_err(|error| failure(&error))?;
     options.failures = served.failure_report();
-    let result = serve(args, ui, signals, exports, options, &served);
+    let result = serve(args, ui, signals, sandbox, exports, options, &served);
     // The disks are closed also after a failure of the server. The close flushes each disk. All
     // flushes of clients have ended by then, and an additional flush is harmless.
     let closed = served.close();
@@ -200,6 +207,7 @@ fn serve(
     args: &Args,
     ui: &Ui,
     signals: Signals,
+    mut sandbox: Sandbox,
     exports: Exports,
     options: ServerOptions,
     served: &Served,
@@ -209,13 +217,16 @@ fn serve(
     let scheme = if tls.is_some() { "nbds" } else { "nbd" };
     let server = Server::new(exports, options).map_err(|error| failure(&error))?;
     let stopper = server.stopper();
+    warn_of_plain_addresses(&listeners, tls, ui);
+    let waiting = Waiting::open(args.listen.ready_fd)?;
+    let pid_file = args.listen.pid_file.as_deref();
+    let _pid_file = pid_file.map(PidFile::write).transpose()?;
+    // Before the first thread.
+    confine(&mut sandbox, &listeners, pid_file, served)?;
     signals.on_first(move || {
         let _ = activation::notify("STOPPING=1");
         stopper.stop();
     })?;
-    warn_of_plain_addresses(&listeners, tls, ui);
-    let pid_file = args.listen.pid_file.as_deref();
-    let _pid_file = pid_file.map(PidFile::write).transpose()?;
     let mut out = ui.output();
     // If there is only one export, the empty name also selects it. So the URI omits the name.
     let is_single = served.exports.len() == 1;
@@ -224,10 +235,15 @@ fn serve(
     };
     // The services are published before a URI is printed. So a program that has read a URI finds
     // the server in `bcow ps`.
-    let _published = running::publish(served.services("serve", |name| {
+    let mut services = served.services("serve", |name| {
         let uris = listeners.iter().filter_map(|listener| uri(listener, name));
         uris.collect()
-    }));
+    });
+    sandbox.refuse_sockets().context(sandbox::cannot)?;
+    for service in &mut services {
+        service.sandbox = sandbox.in_force();
+    }
+    let _published = running::publish(services);
     for listener in &listeners {
         for export in &served.exports {
             if let Some(uri) = uri(listener, &export.name) {
@@ -236,8 +252,41 @@ fn serve(
         }
     }
     out.finish()?;
-    ready::announce(args.listen.ready_fd)?;
+    waiting.announce()?;
     server.serve(&listeners).map_err(|error| failure(&error))
+}
+
+/// Leaves to the process the directories of the disks that it serves for writing, for snapshots,
+/// and the removal of its own names at the end.
+fn confine(
+    sandbox: &mut Sandbox,
+    listeners: &[Listener],
+    pid_file: Option<&Path>,
+    served: &Served,
+) -> Result<(), CommandError> {
+    let sockets = listeners
+        .iter()
+        .filter_map(|listener| match listener.place() {
+            ListenAddress::Unix(path) => Some(path.as_path()),
+            _ => None,
+        });
+    let removed = sockets.chain(pid_file).map(directory_of);
+    let written = served.directories();
+    let mut capabilities = CapabilitySet::DAC_OVERRIDE;
+    if !written.is_empty() {
+        // A new file gets the owner of the disk, and may use blocks that are reserved for root.
+        capabilities |= CapabilitySet::CHOWN
+            | CapabilitySet::FOWNER
+            | CapabilitySet::FSETID
+            | CapabilitySet::SYS_RESOURCE;
+    }
+    let own = [(PathBuf::from("/proc/self"), Access::Read)];
+    let written = written.into_iter().map(|path| (path, Access::Write));
+    let removed = removed.map(|path| (path, Access::Remove));
+    let paths: Vec<_> = own.into_iter().chain(written).chain(removed).collect();
+    sandbox
+        .confine(&paths, capabilities)
+        .context(sandbox::cannot)
 }
 
 /// Warns of each TCP address that other machines can reach, if the server accepts clients without

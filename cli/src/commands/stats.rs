@@ -130,6 +130,7 @@ fn print_direct(
             "pool": null,
             "share": null,
             "passthrough": null,
+            "sandbox": [],
             "errors": null,
             "in_flight": null,
             "operations": [],
@@ -158,6 +159,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         pool,
         share: sharing,
         passthrough,
+        sandbox,
         trace,
         errors,
         in_flight,
@@ -176,6 +178,8 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     writeln!(out, "identity:    {}", image.identity)?;
     let (pid, uptime) = (process.pid, Lasting(process.uptime_seconds));
     writeln!(out, "served by:   process {pid}, for {uptime}")?;
+    let parts = if sandbox.is_empty() { "off".to_owned() } else { sandbox.join(", ") };
+    writeln!(out, "sandbox:     {}", printable(&parts))?;
     if let Some(driver) = driver {
         let (name, reason) = (printable(&driver.name), printable(&driver.reason));
         writeln!(out, "driver:        {name}: {reason}")?;

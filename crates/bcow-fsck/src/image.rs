@@ -10,13 +10,15 @@ use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
 use bcow_images::NameParts;
-use bcow_images::disks::{lock_for_reading, open_for_repair};
+use bcow_images::disks::{is_disk, lock_for_reading, open_for_repair};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::{cannot_open, cannot_open_file};
 use bcow_images::names::quoted;
 use bcow_images::remote::Pinned;
+use bcow_images::sandbox;
 use bcow_oci::store::{Opened, Places, StoreError};
 use bcow_oci::{Digest, LocalImage};
+use bcow_sandbox::{Access, CapabilitySet};
 
 use crate::backing::{self, BACKING_TABLE};
 use crate::found::Found;
@@ -46,6 +48,10 @@ pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
         let usage = format!("cannot repair {}: remote images are read-only", asked.image);
         return Err(CommandError::usage(usage).hint("repair the file where it is, or a copy"));
     }
+    let mut sandbox = match asked.repair {
+        None => asked.sandbox.begin([asked.image], asked.stores)?,
+        Some(_) => asked.sandbox.without("a repair writes to the file")?,
+    };
     let found = Found::of(asked.image, &asked.stores.remote, Pinned::AsAsked)?;
     let places = Places {
         stores: &stores,
@@ -64,6 +70,13 @@ pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
         require_root(asked, file)?;
         lock_for_reading(asked.image.shown(), file, asked.stores.share())?;
     }
+    // Before the progress has a thread. The files below are not known yet.
+    let mut paths = vec![(PathBuf::from("/"), Access::Read)];
+    let is_disk = asked.image.path().is_some_and(is_disk);
+    if let Some(views) = sandbox::place_of_views().filter(|_| is_disk) {
+        paths.push((views, Access::Write));
+    }
+    sandbox::complete(&mut sandbox, &paths, CapabilitySet::DAC_READ_SEARCH)?;
     asked.progress.phase("checking");
     let checked = check_all(asked, &found, places)?;
     let mut hints = hints(asked, &checked);

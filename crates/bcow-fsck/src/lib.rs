@@ -12,6 +12,7 @@
 //! use bcow_images::args::WHOLE_IMAGE;
 //! use bcow_images::error::CommandError;
 //! use bcow_images::image::{LayerArgs, Messages, StoreArgs};
+//! use bcow_images::sandbox::SandboxArgs;
 //!
 //! fn errors(image: &str, messages: &dyn Messages) -> Result<u64, CommandError> {
 //!     let fsck = Fsck {
@@ -22,6 +23,7 @@
 //!         jobs: None,
 //!         layers: &LayerArgs::default(),
 //!         stores: &StoreArgs::default(),
+//!         sandbox: &SandboxArgs::default(),
 //!         messages,
 //!         progress: &(),
 //!     };
@@ -47,6 +49,7 @@ use bcow_images::Name;
 use bcow_images::error::CommandError;
 use bcow_images::image::{LayerArgs, Messages, StoreArgs};
 use bcow_images::kernel_upper::is_kernel_upper;
+use bcow_images::sandbox::SandboxArgs;
 use bcow_oci::Progress;
 use bcow_union::META;
 
@@ -69,6 +72,8 @@ pub struct Fsck<'a> {
     pub layers: &'a LayerArgs,
     /// Where files below are looked up.
     pub stores: &'a StoreArgs,
+    /// The sandbox of the process, for a check of an image or a disk without repairs.
+    pub sandbox: &'a SandboxArgs,
     /// Takes warnings.
     pub messages: &'a dyn Messages,
     /// Takes the phases of the check.
@@ -86,8 +91,10 @@ impl Fsck<'_> {
     /// Repairs and checks.
     pub fn run(&self) -> Result<FsckReport, CommandError> {
         if !is_upper(self.image.shown()) {
-            image::check(self)
-        } else if self.copy().is_some() {
+            return image::check(self);
+        }
+        self.sandbox.without("it is an upper")?;
+        if self.copy().is_some() {
             let usage = format!("{} is the upper of a writable mount", self.image.display());
             Err(CommandError::usage(usage).hint("--from restores images"))
         } else if is_kernel_upper(self.image.shown()) {

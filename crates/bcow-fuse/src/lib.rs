@@ -45,6 +45,7 @@ pub mod signals;
 pub mod stats;
 mod takeover;
 mod unmount;
+mod unmount_process;
 
 pub use any::AnySession;
 pub use bcow_union::NodeId;
@@ -61,3 +62,4 @@ pub use session::{Session, Unmounted, Unmounter};
 pub use stats::MountStats;
 pub use takeover::Handover;
 pub use unmount::{MountedImage, WhenBusy, mounted_image, mounted_images, unmount};
+pub use unmount_process::UnmountProcess;

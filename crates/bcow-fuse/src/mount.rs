@@ -24,6 +24,7 @@ use crate::helper::{HELPER, helper_message, run_unmount_helper};
 use crate::mountinfo::{self, Driver, FS_TYPE, MountEntry};
 use crate::options::{Access, MountOptions, Permissions};
 use crate::unmount::{WhenBusy, unmount};
+use crate::unmount_process::UnmountProcess;
 
 /// A mount that this process made or took over. Dropping it unmounts; if the mount is in use, it
 /// unmounts lazily.
@@ -33,6 +34,8 @@ pub(crate) struct Mount {
     /// The device number of the mount. The kernel does not reuse it while `connection` is open.
     device: Option<String>,
     connection: OwnedFd,
+    /// For a process in a sandbox.
+    unmounting: Option<UnmountProcess>,
 }
 
 /// Mounts at `target`. Returns the mount and the `/dev/fuse` descriptor that serves it.
@@ -57,6 +60,7 @@ pub(crate) fn mount(target: &Path, options: &MountOptions) -> Result<(Mount, Own
         target,
         device,
         connection,
+        unmounting: None,
     };
     let for_session = mount
         .connection
@@ -260,7 +264,16 @@ impl Mount {
             target,
             device,
             connection,
+            unmounting: None,
         }
+    }
+
+    /// Leaves the unmount to another process from now on.
+    pub(crate) fn unmount_by(&mut self, process: UnmountProcess) -> io::Result<()> {
+        let device = self.device.as_deref();
+        process.set_device(device.ok_or(Errno::NODEV)?)?;
+        self.unmounting = Some(process);
+        Ok(())
     }
 
     /// The connection to the kernel.
@@ -285,7 +298,10 @@ impl Mount {
         }
         // A user may have unmounted it lazily, covered it with another mount, moved it, or bound it
         // to other directories.
-        unmount_places(self.device.as_deref())
+        match &self.unmounting {
+            Some(process) => process.unmount(),
+            None => unmount_places(self.device.as_deref()),
+        }
     }
 
     /// Whether the kernel still has the file system. Afterwards it reports an error on the

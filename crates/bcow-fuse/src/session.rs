@@ -25,6 +25,7 @@ use crate::shared::SharedImage;
 use crate::signals::Signals;
 use crate::stats::MountStats;
 use crate::takeover::{self, Handover, duplicate};
+use crate::unmount_process::UnmountProcess;
 
 pub use crate::mount::Unmounted;
 pub use crate::process::{abort_on_panic, show_closing};
@@ -65,6 +66,7 @@ pub struct Session {
     gate: Gate,
     /// The slots of its image and of the layers, if it shares files.
     slots: Vec<u32>,
+    stats: Arc<MountStats>,
 }
 
 /// Closes an upper and writes the result to the outcome pipe. Several threads may close at the same
@@ -144,9 +146,8 @@ impl Session {
         threads: usize,
     ) -> Result<Self, MountError> {
         stats.set_mounted(mount.target(), content.errors());
-        idle::watch(&stats);
         let (request_threads, config) = RequestThreads::with_settings(threads);
-        let agreed = Arc::default();
+        let (agreed, kept_stats) = (Arc::default(), Arc::clone(&stats));
         let gate = gate(&content);
         let seen = Arc::clone(&agreed);
         let mut slots = Vec::new();
@@ -183,6 +184,7 @@ impl Session {
             agreed,
             gate,
             slots: if shares { slots } else { Vec::new() },
+            stats: kept_stats,
         })
     }
 
@@ -227,6 +229,11 @@ impl Session {
         (mount.target().to_owned(), mount.device().map(str::to_owned))
     }
 
+    /// Leaves the unmount to another process from now on.
+    pub fn unmount_by(&self, process: UnmountProcess) -> io::Result<()> {
+        self.mount.lock().unmount_by(process)
+    }
+
     /// A handle that unmounts while the session is being served.
     pub fn unmounter(&self) -> Unmounter {
         let mount = Arc::clone(&self.mount);
@@ -261,6 +268,8 @@ impl Session {
     /// Answers requests until the mount is gone. Then the written data is durable, as far as the
     /// union's options require it.
     pub fn serve(self) -> Result<(), MountError> {
+        idle::watch(&self.stats);
+        drop(self.stats);
         let served = (self.fuse)().map_err(MountError::Session);
         let Some(union) = self.union else {
             return served;

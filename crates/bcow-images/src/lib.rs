@@ -55,6 +55,7 @@ pub mod remote;
 pub mod replace;
 pub mod running;
 pub mod s3;
+pub mod sandbox;
 pub mod size;
 pub mod snapshots;
 pub mod stat;

@@ -65,6 +65,8 @@ pub struct Service {
     pub pool: Option<String>,
     /// For a disk: the abstract Unix socket on which the process takes requests for it.
     pub control: Option<String>,
+    /// The parts of the sandbox of the process.
+    pub sandbox: Vec<String>,
 }
 
 #[derive(Serialize, Deserialize)]

@@ -93,6 +93,14 @@ impl StoreArgs {
             .map_err(|error| cannot_open(name, &error))
     }
 
+    /// Whether files of these images may be on other machines.
+    pub fn may_need_network<'n>(&self, images: impl IntoIterator<Item = &'n Name>) -> bool {
+        let variable = std::env::var(BACKING_URLS).unwrap_or_default();
+        !self.backing_urls.is_empty()
+            || !variable.trim().is_empty()
+            || images.into_iter().any(Name::is_remote)
+    }
+
     /// Whether the user allows a file to name a backing by this URL.
     pub fn allows_url(&self, url: &str) -> bool {
         let variable = std::env::var(BACKING_URLS).unwrap_or_default();

@@ -8,6 +8,7 @@ use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::error::CommandError;
 use bcow_images::image::{LayerArgs, OpenImage, StoreArgs};
+use bcow_images::sandbox::SandboxArgs;
 use bcow_images::{remote, size};
 use bcow_union::{SMALL_BYTES, SyncPolicy, UnionOptions};
 
@@ -100,6 +101,8 @@ pub struct MountArgs {
     pub(crate) merged: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) stores: StoreArgs,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
     #[command(flatten)]
     pub(crate) upper: UpperArgs,
 }

@@ -9,6 +9,7 @@ pub mod fuse;
 pub mod host;
 pub mod kernel;
 pub mod pooled;
+mod sandbox;
 mod share;
 mod upper;
 
@@ -59,6 +60,7 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
         None => Ground::Foreground,
     })
     .map_err(|error| failure(&error))?;
+    let unmounting = sandbox::prepare(args)?;
     if let Some(cpus) = &args.cpus {
         cpus.confine()?;
     }
@@ -78,7 +80,7 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
         signals: Some(&running.signals),
         pool: None,
     };
-    let mounted = match make(args, way, &mut options, &host, ui)? {
+    let mut mounted = match make(args, way, &mut options, &host, ui)? {
         Made::Served(mounted) => mounted,
         Made::Direct(files) => {
             return direct::run(&files, running, &options)
@@ -86,6 +88,7 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
                 .map_err(|error| kernel::cannot_mount(args.image.shown(), &error));
         }
     };
+    sandbox::enter(args, &mut mounted, unmounting)?;
     running.answer_metrics(mounted.stats)?;
     let session = mounted.session;
     let recording = mounted.recording.as_ref();
@@ -185,6 +188,7 @@ fn check(args: &MountArgs) -> Result<(Way, MountOptions), CommandError> {
         }
         Way::Upper { .. } | Way::Content => {}
     }
+    sandbox::is_possible(args)?;
     if let Some(upper) = args.upper.path() {
         upper::refuse_one_in_the_other(upper, args.directory())?;
     }

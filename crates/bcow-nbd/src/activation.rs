@@ -6,6 +6,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow_listen::Listener;
@@ -84,8 +85,12 @@ fn listener(fd: OwnedFd, number: RawFd) -> Result<Listener, Error> {
     Ok(Listener::passed(fd, address))
 }
 
-/// Sends `state`, such as "READY=1", to the service manager if NOTIFY_SOCKET names its socket.
-pub fn notify(state: &str) -> io::Result<()> {
+/// Connected to the service manager.
+static MANAGER: OnceLock<UnixDatagram> = OnceLock::new();
+
+/// Connects to the service manager if NOTIFY_SOCKET names its socket: a process in a sandbox cannot
+/// do that any more.
+pub fn connect() -> io::Result<()> {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else {
         return Ok(());
     };
@@ -94,8 +99,16 @@ pub fn notify(state: &str) -> io::Result<()> {
         path => SocketAddr::from_pathname(std::ffi::OsStr::from_bytes(path))?,
     };
     let socket = UnixDatagram::unbound()?;
-    socket.send_to_addr(state.as_bytes(), &address)?;
+    socket.connect_addr(&address)?;
+    let _ = MANAGER.set(socket);
     Ok(())
+}
+
+/// Sends `state`, such as "READY=1", to the service manager if the process has [`connect`]ed to it.
+pub fn notify(state: &str) -> io::Result<()> {
+    MANAGER
+        .get()
+        .map_or(Ok(()), |manager| manager.send(state.as_bytes()).map(drop))
 }
 
 #[cfg(test)]

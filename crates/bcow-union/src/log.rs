@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
 /// Sockets for syslog datagrams: the traditional one, and the journal's.
@@ -28,10 +29,18 @@ pub enum Severity {
 
 static SYSLOG: OnceLock<UnixDatagram> = OnceLock::new();
 
+static IS_SYSLOG_USED: AtomicBool = AtomicBool::new(false);
+
 /// Sends the messages of this process to the system log from now on. Without a system log,
 /// standard error is still used.
 pub fn use_syslog() {
-    let Ok(socket) = UnixDatagram::unbound() else {
+    connect_syslog();
+    IS_SYSLOG_USED.store(true, Ordering::Relaxed);
+}
+
+/// Connects to the system log, for a process that cannot do that later.
+pub fn connect_syslog() {
+    let Some(Ok(socket)) = SYSLOG.get().is_none().then(UnixDatagram::unbound) else {
         return;
     };
     // Non-blocking: a full log must not block the daemon. The message is lost instead.
@@ -87,7 +96,10 @@ pub fn log(severity: Severity, message: &str) {
     if let Some(path) = LOG_FILE.get() {
         to_file(path, severity, message);
     }
-    match SYSLOG.get() {
+    match SYSLOG
+        .get()
+        .filter(|_| IS_SYSLOG_USED.load(Ordering::Relaxed))
+    {
         Some(socket) => {
             let _ = socket.send(datagram(severity, message).as_bytes());
         }

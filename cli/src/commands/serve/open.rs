@@ -6,6 +6,7 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use bcow::chain::directory_of;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::LiveDisk;
 use bcow::{BlockCache, BlockDevice, CreateOptions, Disk, OpenOptions};
@@ -101,6 +102,13 @@ impl Served {
             log::log(Severity::Warning, &error.in_one_line());
         });
         listening.ok()
+    }
+
+    /// The directories of the disks in files.
+    pub fn directories(&self) -> Vec<PathBuf> {
+        let files = self.disks.iter().map(|(path, _)| path);
+        let files = files.filter(|path| path.is_file());
+        files.map(|path| directory_of(path)).collect()
     }
 
     /// Logs failed requests with the name of their image.

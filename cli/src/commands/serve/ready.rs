@@ -44,17 +44,28 @@ impl Signals {
     }
 }
 
-/// Notifies the service manager, and the reader of the descriptor `fd`, that clients can connect.
-pub fn announce(fd: Option<u32>) -> Result<(), CommandError> {
-    activation::notify("READY=1")
-        .context(|| "cannot notify the service manager that the server is ready".to_owned())?;
-    if let Some(fd) = fd {
-        copy_of(fd)
-            .and_then(|mut file| file.write_all(b"\n"))
-            .context(|| format!("cannot write to descriptor {fd} that the server is ready"))?;
+/// The programs that wait for the server: the service manager, and the reader of a descriptor.
+pub struct Waiting(Option<(u32, io::Result<File>)>);
+
+impl Waiting {
+    /// Connects to the service manager, and opens the descriptor `fd`.
+    pub fn open(fd: Option<u32>) -> Result<Self, CommandError> {
+        activation::connect().context(|| CANNOT_NOTIFY)?;
+        Ok(Waiting(fd.map(|fd| (fd, copy_of(fd)))))
     }
-    Ok(())
+
+    /// Notifies them that clients can connect.
+    pub fn announce(self) -> Result<(), CommandError> {
+        activation::notify("READY=1").context(|| CANNOT_NOTIFY)?;
+        if let Some((fd, file)) = self.0 {
+            file.and_then(|mut file| file.write_all(b"\n"))
+                .context(|| format!("cannot write to descriptor {fd} that the server is ready"))?;
+        }
+        Ok(())
+    }
 }
+
+const CANNOT_NOTIFY: &str = "cannot notify the service manager that the server is ready";
 
 /// A copy of the descriptor of this number: this process may not own the descriptor itself.
 fn copy_of(fd: u32) -> io::Result<File> {

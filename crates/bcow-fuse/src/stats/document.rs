@@ -57,6 +57,9 @@ pub struct Document {
     /// itself; `None` without an upper or with the kernel driver, and from versions without.
     #[serde(default)]
     pub passthrough: Option<FileSharing>,
+    /// The parts of the sandbox of the process.
+    #[serde(default)]
+    pub sandbox: Vec<String>,
     /// The trace that the process writes when the mount has ended; `None` without one.
     #[serde(default)]
     pub trace: Option<String>,

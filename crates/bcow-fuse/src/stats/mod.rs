@@ -89,6 +89,7 @@ pub struct MountStats {
     disk: OnceLock<DiskUse>,
     mounted: OnceLock<Mounted>,
     sharing: OnceLock<FileSharing>,
+    sandbox: OnceLock<Vec<String>>,
 }
 
 /// Identifies a file, and a state of its content.
@@ -156,6 +157,7 @@ impl MountStats {
             disk: OnceLock::new(),
             mounted: OnceLock::new(),
             sharing: OnceLock::new(),
+            sandbox: OnceLock::new(),
         }
     }
 
@@ -170,6 +172,12 @@ impl MountStats {
     pub fn set_sharing(&self, sharing: FileSharing) {
         // Called once per mount.
         let _ = self.sharing.set(sharing);
+    }
+
+    /// Records the parts of the sandbox of the process.
+    pub fn set_sandbox(&self, parts: Vec<String>) {
+        // Called once per mount.
+        let _ = self.sandbox.set(parts);
     }
 
     /// Whether the kernel reads and writes whole files of the upper itself; `None` without an
@@ -268,6 +276,7 @@ impl MountStats {
             driver: self.about.driver.clone(),
             share: self.sharing.get().cloned(),
             passthrough: self.passthrough(),
+            sandbox: self.sandbox.get().cloned().unwrap_or_default(),
             pool: self.about.pool.clone(),
             trace: self
                 .about

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 23] = [
+const MAY_USE: [(&str, &[&str]); 24] = [
+    ("bcow-sandbox", &[]),
     ("bcow-listen", &[]),
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
@@ -51,6 +52,7 @@ const MAY_USE: [(&str, &[&str]); 23] = [
             "bcow-erofs",
             "bcow-ext4",
             "bcow",
+            "bcow-sandbox",
         ],
     ),
     (
@@ -63,6 +65,7 @@ const MAY_USE: [(&str, &[&str]); 23] = [
             "bcow-remote",
             "bcow-erofs",
             "bcow",
+            "bcow-sandbox",
         ],
     ),
     (
@@ -91,6 +94,7 @@ const MAY_USE: [(&str, &[&str]); 23] = [
             "bcow-erofs",
             "bcow",
             "bcow-listen",
+            "bcow-sandbox",
         ],
     ),
     (
@@ -128,6 +132,7 @@ const MAY_USE: [(&str, &[&str]); 23] = [
             "bcow-erofs",
             "bcow",
             "bcow-format",
+            "bcow-sandbox",
         ],
     ),
 ];

@@ -1,0 +1,84 @@
+//! The sandbox of a command that reads images.
+
+use std::path::PathBuf;
+
+use bcow_sandbox::{Access, CapabilitySet, Sandbox, When};
+
+use crate::error::{CommandError, Context};
+use crate::image::StoreArgs;
+use crate::{Name, views};
+
+/// The option of commands with a sandbox.
+#[derive(Debug, Default, clap::Args)]
+pub struct SandboxArgs {
+    /// Whether the process gives up the rights that it does not need, before it reads the content
+    /// of an image: as far as the kernel supports that (auto), completely or with an error
+    /// (require), or not (off). With auto, a process that uses images on other machines gives up
+    /// none
+    #[arg(
+        long,
+        value_name = "WHEN",
+        default_value = "auto",
+        hide_possible_values = true
+    )]
+    #[arg(hide_short_help = true)]
+    sandbox: When,
+}
+
+impl SandboxArgs {
+    /// Begins the sandbox of a process that opens these images.
+    pub fn begin<'n>(
+        &self,
+        images: impl IntoIterator<Item = &'n Name>,
+        stores: &StoreArgs,
+    ) -> Result<Sandbox, CommandError> {
+        if stores.may_need_network(images) {
+            return self.without(NETWORK);
+        }
+        Sandbox::begin(self.sandbox).context(cannot)
+    }
+
+    /// The process gets no sandbox, which is an error if the user requires one.
+    pub fn without(&self, reason: &str) -> Result<Sandbox, CommandError> {
+        match self.sandbox {
+            When::Require => Err(CommandError::new(cannot()).caused_by_text(reason)),
+            When::Auto | When::Off => Ok(Sandbox::off()),
+        }
+    }
+
+    pub fn is_off(&self) -> bool {
+        self.sandbox == When::Off
+    }
+}
+
+/// Completes the sandbox: apart from files that are open, the process only needs these.
+pub fn complete(
+    sandbox: &mut Sandbox,
+    paths: &[(PathBuf, Access)],
+    capabilities: CapabilitySet,
+) -> Result<(), CommandError> {
+    let confined = sandbox.confine(paths, capabilities);
+    confined
+        .and_then(|()| sandbox.refuse_sockets())
+        .context(cannot)
+}
+
+/// Completes the sandbox of a process that opens no further file.
+pub fn close(mut sandbox: Sandbox) -> Result<(), CommandError> {
+    complete(&mut sandbox, &[], CapabilitySet::empty())
+}
+
+/// The directory in which the directory of views is, or will be.
+pub fn place_of_views() -> Option<PathBuf> {
+    let directory = views::directory(None)?;
+    let existing = directory.ancestors().find(|above| above.exists())?;
+    existing.parent().map(|_| existing.to_owned())
+}
+
+/// Why a process has no sandbox.
+pub const NETWORK: &str = "the process needs the network";
+
+/// The action of an error of the sandbox.
+pub fn cannot() -> &'static str {
+    "cannot enter the sandbox"
+}

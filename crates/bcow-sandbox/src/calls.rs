@@ -1,0 +1,157 @@
+//! The system calls that a process cannot make (seccomp(2)). They fail with EPERM, and the process
+//! continues.
+
+use std::collections::BTreeMap;
+
+use libc::c_long;
+use seccompiler::{
+    BackendError, BpfProgram, Error, SeccompAction, SeccompCmpArgLen, SeccompCmpOp,
+    SeccompCondition, SeccompFilter, SeccompRule, sock_filter,
+};
+
+/// Calls that start programs and processes, change other processes or the machine, or reach much
+/// code of the kernel.
+const DANGEROUS: &[c_long] = &[
+    // Programs and namespaces. Threads are possible.
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_unshare,
+    libc::SYS_setns,
+    libc::SYS_chroot,
+    libc::SYS_personality,
+    // Other processes.
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_kcmp,
+    libc::SYS_pidfd_getfd,
+    // Mounts.
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    // Files by other ways than a path.
+    libc::SYS_open_by_handle_at,
+    libc::SYS_mknodat,
+    // Code of the kernel.
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_fanotify_init,
+    // Keys.
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_keyctl,
+    // The machine.
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_acct,
+    libc::SYS_quotactl,
+    libc::SYS_syslog,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_clock_adjtime,
+    libc::SYS_adjtimex,
+    libc::SYS_sethostname,
+    libc::SYS_setdomainname,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_fork,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_vfork,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_mknod,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_kexec_file_load,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_iopl,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_ioperm,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_modify_ldt,
+];
+
+/// Calls that make a socket, or lead one elsewhere.
+const SOCKETS: &[c_long] = &[
+    libc::SYS_socket,
+    libc::SYS_socketpair,
+    libc::SYS_connect,
+    libc::SYS_bind,
+    libc::SYS_listen,
+];
+
+/// The requests of ioctl(2) that write to a terminal as if a user typed.
+const TYPING: [u64; 2] = [libc::TIOCSTI as u64, libc::TIOCLINUX as u64];
+
+/// Refuses [`DANGEROUS`], new processes and [`TYPING`].
+pub fn refuse_dangerous() -> Result<(), Error> {
+    let mut rules = always(DANGEROUS);
+    let thread = libc::CLONE_THREAD as u64;
+    let is_no_thread = SeccompCmpOp::MaskedEq(thread);
+    rules.insert(libc::SYS_clone, vec![rule(0, is_no_thread, 0)?]);
+    let typing = TYPING.map(|request| rule(1, SeccompCmpOp::Eq, request));
+    let typing: Result<Vec<_>, _> = typing.into_iter().collect();
+    rules.insert(libc::SYS_ioctl, typing?);
+    seccompiler::apply_filter(&program(rules)?)
+}
+
+/// Refuses [`SOCKETS`] to all threads of the process.
+pub fn refuse_sockets() -> Result<(), Error> {
+    seccompiler::apply_filter_all_threads(&program(always(SOCKETS))?)
+}
+
+type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+
+fn always(calls: &[c_long]) -> Rules {
+    calls.iter().map(|&call| (call, Vec::new())).collect()
+}
+
+/// Applies if the lower half of an argument has this value.
+fn rule(argument: u8, operator: SeccompCmpOp, value: u64) -> Result<SeccompRule, BackendError> {
+    let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)?;
+    SeccompRule::new(vec![condition])
+}
+
+fn program(rules: Rules) -> Result<BpfProgram, Error> {
+    let refuse = SeccompAction::Errno(libc::EPERM as u32);
+    let target = std::env::consts::ARCH.try_into()?;
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, target)?;
+    let mut program = before();
+    program.append(&mut BpfProgram::try_from(filter)?);
+    Ok(program)
+}
+
+/// Instructions before those of the rules, which cannot say this: clone3(2) is missing, because its
+/// flags are in memory, and the C library then calls clone(2). And no call has a number of x32,
+/// the second numbering of x86-64.
+fn before() -> BpfProgram {
+    const LOAD_NUMBER: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const JUMP_IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    const X32: u32 = 0x4000_0000;
+    let instruction = |code, jt, jf, k| sock_filter { code, jt, jf, k };
+    let errno = |errno: i32| libc::SECCOMP_RET_ERRNO | errno as u32;
+    vec![
+        // The number is the first field of `struct seccomp_data`.
+        instruction(LOAD_NUMBER, 0, 0, 0),
+        instruction(JUMP_IF_EQUAL, 0, 1, libc::SYS_clone3 as u32),
+        instruction(RETURN, 0, 0, errno(libc::ENOSYS)),
+        instruction(JUMP_IF_AT_LEAST, 0, 1, X32),
+        instruction(RETURN, 0, 0, errno(libc::EPERM)),
+    ]
+}

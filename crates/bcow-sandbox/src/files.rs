@@ -1,0 +1,42 @@
+//! The files that a process can open (landlock(7)).
+
+use std::path::PathBuf;
+
+use landlock::{
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    RulesetStatus, Scope, make_bitflags, path_beneath_rules,
+};
+
+use crate::{Access, SandboxError};
+
+/// The newest form that is used, of Linux 6.12. On an older kernel, its rights apply as far as that
+/// kernel knows them.
+const NEWEST: ABI = ABI::V6;
+
+/// Refuses all other files to this thread, and connections and signals to other processes. Landlock
+/// itself refuses mounts, and the processes outside to ptrace(2).
+pub fn restrict(paths: &[(PathBuf, Access)]) -> Result<(), SandboxError> {
+    let mut rules = Ruleset::default()
+        .handle_access(AccessFs::from_all(NEWEST))?
+        .handle_access(AccessNet::from_all(NEWEST))?
+        .scope(Scope::from_all(NEWEST))?
+        .create()?;
+    for (path, allowed) in paths {
+        // A path that does not exist needs no rule.
+        rules = rules.add_rules(path_beneath_rules([path], rights(*allowed)))?;
+    }
+    match rules.restrict_self()?.ruleset {
+        RulesetStatus::FullyEnforced => Ok(()),
+        _ => Err(SandboxError::Landlock),
+    }
+}
+
+fn rights(allowed: Access) -> BitFlags<AccessFs> {
+    match allowed {
+        Access::Read => make_bitflags!(AccessFs::{ReadFile | ReadDir}),
+        Access::Write => make_bitflags!(AccessFs::{
+            ReadFile | ReadDir | WriteFile | Truncate | MakeReg | MakeDir | RemoveFile
+        }),
+        Access::Remove => AccessFs::RemoveFile.into(),
+    }
+}

@@ -1,0 +1,168 @@
+//! Takes the rights from a process that it does not need, before it decodes what strangers wrote.
+//!
+//! A process enters the sandbox in steps, since it needs some rights to open its files and sockets:
+//!
+//! 1. [`Sandbox::begin`]: no new privileges, no core dumps, and no system call of [`calls`] any
+//!    more.
+//! 2. [`Sandbox::confine`]: only named files can be opened from now on, and only named capabilities
+//!    stay. The process must have one thread: both belong to a thread, and later threads inherit
+//!    them.
+//! 3. [`Sandbox::refuse_sockets`]: no further sockets. Those that are open stay usable.
+//!
+//! What is open stays open in each step.
+
+mod calls;
+mod files;
+
+use std::io;
+use std::path::PathBuf;
+
+use landlock::RulesetError;
+use rustix::process::{Resource, Rlimit, setrlimit};
+pub use rustix::thread::CapabilitySet;
+use rustix::thread::{CapabilitySets, set_capabilities, set_no_new_privs};
+
+/// When a process enters the sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum When {
+    /// As far as the kernel supports it.
+    #[default]
+    Auto,
+    /// Fails if the kernel does not support all of it.
+    Require,
+    Off,
+}
+
+/// What may be done with the files of a directory, or with a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    /// Also create, replace and remove files, and create directories, but no other objects.
+    Write,
+    /// Remove only.
+    Remove,
+}
+
+/// A process in the sandbox, or on its way into it.
+#[derive(Debug)]
+pub struct Sandbox {
+    when: When,
+    in_force: Vec<&'static str>,
+}
+
+/// A part of the sandbox that is missing.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SandboxError {
+    #[error("the process cannot give up new privileges: {0}")]
+    Privileges(io::Error),
+    #[error("the process cannot give up core dumps: {0}")]
+    CoreDumps(io::Error),
+    #[error("the process cannot give up capabilities: {0}")]
+    Capabilities(io::Error),
+    #[error("system calls cannot be refused (seccomp)")]
+    Calls(#[from] seccompiler::Error),
+    #[error("files cannot be refused (Landlock)")]
+    Files(#[from] RulesetError),
+    #[error("the kernel has no Landlock, or only a part of it; all of it needs Linux 6.12")]
+    Landlock,
+    /// A bug of the caller: the other threads would stay outside.
+    #[error("the process has other threads")]
+    Threads,
+}
+
+impl Sandbox {
+    /// No sandbox: the further steps do nothing.
+    pub fn off() -> Self {
+        Sandbox {
+            when: When::Off,
+            in_force: Vec::new(),
+        }
+    }
+
+    /// The first step. It concerns this thread and those that it starts.
+    pub fn begin(when: When) -> Result<Self, SandboxError> {
+        let mut sandbox = Sandbox {
+            when,
+            ..Sandbox::off()
+        };
+        sandbox.part("no-new-privileges", || {
+            set_no_new_privs(true).map_err(|errno| SandboxError::Privileges(errno.into()))
+        })?;
+        sandbox.part("no-core-dumps", refuse_core_dumps)?;
+        sandbox.part("calls", || Ok(calls::refuse_dangerous()?))?;
+        Ok(sandbox)
+    }
+
+    /// The second step.
+    pub fn confine(
+        &mut self,
+        paths: &[(PathBuf, Access)],
+        capabilities: CapabilitySet,
+    ) -> Result<(), SandboxError> {
+        self.part("capabilities", || {
+            require_one_thread()?;
+            let permitted = capabilities & rustix::thread::capabilities(None)?.permitted;
+            let sets = CapabilitySets {
+                effective: permitted,
+                permitted,
+                inheritable: CapabilitySet::empty(),
+            };
+            Ok(set_capabilities(None, sets)?)
+        })?;
+        self.part("files", || {
+            require_one_thread()?;
+            files::restrict(paths)
+        })
+    }
+
+    /// The last step, for all threads of the process.
+    pub fn refuse_sockets(&mut self) -> Result<(), SandboxError> {
+        self.part("sockets", || Ok(calls::refuse_sockets()?))
+    }
+
+    /// The names of the parts that are in force.
+    pub fn in_force(&self) -> Vec<String> {
+        self.in_force.iter().map(|&part| part.to_owned()).collect()
+    }
+
+    fn part(
+        &mut self,
+        name: &'static str,
+        enforce: impl FnOnce() -> Result<(), SandboxError>,
+    ) -> Result<(), SandboxError> {
+        if self.when == When::Off {
+            return Ok(());
+        }
+        match enforce() {
+            Ok(()) => self.in_force.push(name),
+            Err(error) if self.when == When::Require => return Err(error),
+            Err(error) => tracing::info!("no sandbox of {name}: {error:?}"),
+        }
+        Ok(())
+    }
+}
+
+/// A core dump would have the content of images. With a limit of one byte, the kernel also starts
+/// no program that stores core dumps; with zero, it starts such a program.
+fn refuse_core_dumps() -> Result<(), SandboxError> {
+    let least = Rlimit {
+        current: Some(1),
+        maximum: Some(1),
+    };
+    setrlimit(Resource::Core, least).map_err(|errno| SandboxError::CoreDumps(errno.into()))
+}
+
+fn require_one_thread() -> Result<(), SandboxError> {
+    match std::fs::read_dir("/proc/self/task").map(Iterator::count) {
+        Ok(2..) => Err(SandboxError::Threads),
+        // Without /proc, the count is not known. It is a property of this program alone.
+        _ => Ok(()),
+    }
+}
+
+impl From<rustix::io::Errno> for SandboxError {
+    fn from(errno: rustix::io::Errno) -> Self {
+        SandboxError::Capabilities(errno.into())
+    }
+}

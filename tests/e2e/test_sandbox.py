@@ -1,0 +1,315 @@
+"""The sandbox: from inside each kind of process, every forbidden call and file is refused, and what
+the process is for goes on.
+
+A preloaded library makes the calls, at a moment when the process is at work. In a process with
+`--sandbox off`, none of them is refused: so the test can fail."""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import re
+import signal
+import stat
+import tempfile
+import unittest
+
+from support import (BCOW, TOP, UNPRIVILEGED, WORK, bcow, for_everyone, is_mounted, need,
+                     need_kernel, read_bytes, read_text, run, served, until, write_file)
+
+ESCAPE = os.path.join(TOP, "tests", "e2e", "preload", "escape.c")
+REFUSED = {errno.EPERM, errno.EACCES}
+# The parts of the sandbox, in the order in which a process enters them.
+PARTS = ["no-new-privileges", "no-core-dumps", "calls", "capabilities", "files", "sockets"]
+# Of several blocks, so that a read of it reads from the image.
+CONTENT = random.Random(1).randbytes(300_000)
+# A file that every user may read, and that no process of bcow needs.
+ANY_FILE = "/etc/passwd"
+
+
+class Sandboxed(unittest.TestCase):
+    """Each test has its own directory, with an image and a disk, as the current directory."""
+
+    def setUp(self):
+        need("gcc")
+        need_kernel(6, 12, "all of Landlock that bcow uses")
+        directory = tempfile.TemporaryDirectory(prefix="sandbox-", dir=WORK)
+        self.addCleanup(directory.cleanup)
+        os.chmod(directory.name, 0o755)
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(directory.name)
+        run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", "escape.so", ESCAPE)
+        for name in ("images", "outside", "tree"):
+            os.mkdir(name)
+        write_file("tree/file", CONTENT)
+        write_file("tree/other", CONTENT[::-1])
+        bcow("convert", "dir:tree", "images/a.bcow")
+        write_file("base.raw", CONTENT[:64 * 4096])
+        bcow("convert", "raw:base.raw", "images/base.bcow")
+        bcow("create", "-b", "images/base.bcow", "images/disk.bcow")
+        self.outside = os.path.abspath("outside/new")
+        self.image = os.path.abspath("images/a.bcow")
+
+    def inside(self, at, *paths, go=None):
+        """The environment of a process that tries to escape."""
+        write_file("report", b"")
+        os.chmod("report", 0o666)
+        return {"LD_PRELOAD": os.path.abspath("escape.so"), "ESCAPE_AT": at,
+                "ESCAPE_REPORT": os.path.abspath("report"), "ESCAPE_PATHS": ":".join(paths),
+                **({} if go is None else {"ESCAPE_GO": os.path.abspath(go)})}
+
+    def results(self):
+        """The error number of each try."""
+        lines = [line.split() for line in read_text("report").splitlines()]
+        results = {name: int(number) for name, number in lines}
+        self.assertIn("end", results, "the process did not try")
+        del results["end"]
+        return results
+
+    def assert_refused(self, allowed=()):
+        results = self.results()
+        for path in allowed:
+            self.assertEqual(results.pop(path), 0, path)
+        worked = {name for name, number in results.items() if number not in REFUSED}
+        self.assertEqual(worked, set())
+
+    def assert_not_refused(self):
+        results = self.results()
+        refused = {name for name, number in results.items() if number in REFUSED}
+        self.assertEqual(refused, set())
+
+    def assert_status(self, pid, **wanted):
+        """Lines of /proc/PID/status, and the limit of core dumps."""
+        status = dict(re.findall(r"(\w+):\s*(.*)", read_text(f"/proc/{pid}/status")))
+        wanted = {"NoNewPrivs": "1", "Seccomp": "2", **wanted}
+        self.assertEqual({name: status[name] for name in wanted}, wanted)
+        self.assertRegex(read_text(f"/proc/{pid}/limits"), r"core file size +1 +1 ")
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            of_thread = read_text(f"/proc/{pid}/task/{thread}/status")
+            for name in ("NoNewPrivs", "Seccomp", "CapEff", "CapPrm"):
+                self.assertIn(f"{name}:\t{status[name]}\n", of_thread)
+
+
+class Commands(Sandboxed):
+    """Commands that read an image."""
+
+    def check(self, *arguments, reads=()):
+        """Runs a command, in which no file can be opened, except to read these."""
+        plain = bcow(*arguments).out
+        tries = [f"w{self.outside}", f"w{self.image}"]
+        all_files = [f"r{ANY_FILE}", f"r{self.image}"]
+        done = bcow(*arguments, "--sandbox", "require",
+                    env=self.inside("write", *tries, *all_files))
+        self.assertEqual(done.out, plain)
+        self.assert_refused(allowed=[f"r{path}" for path in reads])
+        self.assertFalse(os.path.exists(self.outside))
+        if os.geteuid() == 0:
+            done = bcow(*arguments, "--sandbox", "off",
+                        env=self.inside("write", *tries, *all_files))
+            self.assertEqual(done.out, plain)
+            self.assert_not_refused()
+            os.unlink(self.outside)
+
+    def test_ls_only_lists(self):
+        self.check("ls", "-lR", self.image)
+
+    def test_cat_only_copies(self):
+        self.check("cat", self.image, "file", "other")
+
+    def test_map_only_shows_the_map(self):
+        self.check("map", self.image)
+        self.check("map", "images/disk.bcow")
+
+    def test_inspect_only_shows_the_properties(self):
+        self.check("inspect", "--json", self.image, reads=[self.image])
+        self.check("inspect", "images/disk.bcow")
+
+    def test_fsck_only_reads(self):
+        for name in (self.image, "images/disk.bcow"):
+            self.check("fsck", "--data", name, reads=[ANY_FILE, self.image])
+
+    def test_a_disk_over_a_view_that_is_not_cached_is_checked(self):
+        bcow("create", "-b", self.image, "--fs", "ext4", "images/over.bcow")
+        views = {"BCOW_VIEWS": os.path.abspath("views/of/user")}
+        bcow("fsck", "images/over.bcow", "--sandbox", "require", env=views)
+        bcow("ls", self.image, "--sandbox", "require", env=views)
+
+    def test_a_sandbox_that_is_required_and_not_possible_is_an_error(self):
+        for arguments, reason in [
+                (("ls", "https://localhost:1/a.bcow"), "needs the network"),
+                (("ls", self.image, "--backing-url", "https://localhost"), "needs the network"),
+                (("fsck", "--repair", self.image), "a repair writes"),
+                (("mount", self.image, "tree", "--upper", "upper"), "has an upper"),
+                (("mount", self.image, "tree", "--pool", "p"), "a pool has none")]:
+            with self.subTest(arguments=arguments):
+                refused = bcow(*arguments, "--sandbox", "require", check=False)
+                self.assertNotEqual(refused.code, 0)
+                self.assertIn("cannot enter the sandbox", refused.err.decode())
+                self.assertIn(reason, refused.err.decode())
+
+
+class Serve(Sandboxed):
+    """`bcow serve`, in the thread that begins and in one of a connection."""
+
+    def listed(self, pid):
+        services = json.loads(bcow("ps", "--json").out)["services"]
+        return next(service for service in services if service["pid"] == pid)
+
+    def connected(self, server):
+        import nbd  # From Debian's python3-libnbd.
+        client = nbd.NBD()
+        client.connect_uri(server.uri)
+        return client
+
+    def check(self, name, at, allowed, *options, sandbox="require"):
+        """Serves the image or disk, and checks what it is for."""
+        tries = [f"w{self.outside}", f"r{ANY_FILE}", *allowed]
+        go = "go" if at == "pread64" else None
+        env = {**os.environ, **self.inside(at, *tries, go=go)}
+        arguments = ("--socket", "s.sock", "--pid-file", "pid", "--sandbox", sandbox, *options)
+        with served(name, *arguments, env=env) as server:
+            pid = server.process.pid
+            client = self.connected(server)
+            if go:
+                write_file(go, b"")
+                client.pread(4096, 0)
+                os.unlink(go)
+            until(lambda: "end" in read_text("report"), "it has tried to escape")
+            if sandbox == "off":
+                self.assertEqual(self.listed(pid)["sandbox"], [])
+                self.assert_not_refused()
+                os.unlink(self.outside)
+            else:
+                self.assertEqual(self.listed(pid)["sandbox"], PARTS)
+                self.assert_refused(allowed=allowed)
+                self.assert_status(pid)
+            if name != self.image:
+                client.pwrite(b"x" * 5000, 100)
+                client.flush()
+                bcow("snapshot", name, f"at-{at}-{sandbox}")
+                client.pwrite(b"y", 99)
+                self.assertEqual(client.pread(3, 98), CONTENT[98:99] + b"yx")
+            client.shutdown()
+        self.assertEqual([name for name in ("s.sock", "pid") if os.path.exists(name)], [])
+
+    def test_an_image(self):
+        need("nbdsh")
+        for at in ("write", "pread64"):
+            self.check(self.image, at, [])
+        self.check(self.image, "pread64", [], "--snapshot")
+
+    def test_a_disk_gets_snapshots(self):
+        need("nbdsh")
+        beside = os.path.abspath("images/beside")
+        for at in ("write", "pread64"):
+            self.check("images/disk.bcow", at, [f"w{beside}"])
+            self.assertTrue(os.path.exists(beside))
+
+    def test_without_a_sandbox_nothing_is_refused(self):
+        need("nbdsh", root=True)
+        for at in ("write", "pread64"):
+            self.check("images/disk.bcow", at, [], sandbox="off")
+
+
+class Mount(Sandboxed):
+    """The process of a read-only mount."""
+
+    def setUp(self):
+        super().setUp()
+        need(fuse=True)
+        os.mkdir("mnt")
+
+    @contextlib.contextmanager
+    def mounted(self, *options, user=None, sandbox="require", allowed=()):
+        """A mount whose process has tried to escape. Ends with the caller's unmount."""
+        where = os.path.abspath("mnt")
+        tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}", *allowed]
+        env = self.inside("pread64", *tries, go="go")
+        image = self.image
+        if user is not None:
+            os.chown(where, user, user)
+            image, where = for_everyone(image), for_everyone(where)
+            env = {name: for_everyone(value) if "/" in value and ":" not in value else value
+                   for name, value in env.items()}
+        bcow("mount", image, where, "--sandbox", sandbox, *options, env=env, user=user)
+        try:
+            write_file("go", b"")
+            read = run("cat", f"{where}/file", user=user)
+            self.assertTrue(read.out == CONTENT)
+            until(lambda: "end" in read_text("report"), "it has tried to escape")
+            os.unlink("go")
+            stats = json.loads(bcow("stats", "--json", where, user=user).out)
+            if sandbox == "off":
+                self.assertEqual(stats["sandbox"], [])
+                self.assert_not_refused()
+            else:
+                self.assertEqual(stats["sandbox"], PARTS)
+                self.assert_refused(allowed=allowed)
+                capabilities = {"CapEff": "0" * 16} if not allowed else {}
+                self.assert_status(stats["process"]["pid"], **capabilities)
+            self.assertTrue(run("cat", f"{where}/other", user=user).out == CONTENT[::-1])
+            yield where, stats["process"]["pid"]
+        finally:
+            if is_mounted(where):
+                run("umount", "-l", where)
+        until(lambda: not os.path.exists(f"/proc/{stats['process']['pid']}"), "the process ends")
+
+    def end_by_signal(self, where, pid):
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not is_mounted(where), "the signal unmounts")
+
+    def test_it_is_confined_until_its_unmount(self):
+        with self.mounted() as (where, _):
+            self.assertIn("sandbox:     no-new-privileges", bcow("stats", where).out.decode())
+            bcow("umount", where)
+            self.assertFalse(is_mounted(where))
+
+    def test_a_signal_unmounts(self):
+        with self.mounted() as (where, pid):
+            self.end_by_signal(where, pid)
+
+    def test_a_signal_detaches_a_mount_in_use(self):
+        with self.mounted() as (where, pid), open(f"{where}/file", "rb") as file:
+            self.end_by_signal(where, pid)
+            self.assertTrue(file.read() == CONTENT)
+
+    def test_an_ordinary_user_has_it_too(self):
+        need("fusermount3", root=True)
+        for end in (self.end_by_signal, lambda where, _: bcow("umount", where, user=UNPRIVILEGED)):
+            with self.mounted(user=UNPRIVILEGED) as (where, pid):
+                services = json.loads(bcow("ps", "--json", user=UNPRIVILEGED).out)["services"]
+                self.assertIn(pid, [service["pid"] for service in services])
+                end(where, pid)
+                self.assertFalse(is_mounted(where))
+
+    def test_its_log_and_its_trace_are_written(self):
+        os.mkdir("log")
+        os.mkdir("trace")
+        allowed = [f"w{os.path.abspath('log/beside')}", f"w{os.path.abspath('trace/beside')}"]
+        options = ("--log-file", "log/log", "--record", "trace/trace", "--metrics",
+                   "unix:metrics.sock")
+        with self.mounted(*options, allowed=allowed) as (where, pid), open(f"{where}/file", "rb"):
+            metrics = run("curl", "-s", "--unix-socket", "metrics.sock", "http://x/metrics")
+            self.assertIn(b"bcow_", metrics.out)
+            self.assertEqual(stat.S_IMODE(os.stat("metrics.sock").st_mode), 0o600)
+            os.unlink("log/log")
+            self.end_by_signal(where, pid)
+            until(lambda: os.path.exists("log/log"), "the log continues in a new file")
+        self.assertIn("is in use; detached", read_text("log/log"))
+        self.assertIn(b"file", read_bytes("trace/trace"))
+
+    def test_a_killed_process_leaves_a_mount_that_can_be_removed(self):
+        with self.mounted() as (where, pid):
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"), "the process ends")
+            with self.assertRaises(OSError) as raised:
+                os.statvfs(where)
+            self.assertEqual(raised.exception.errno, errno.ENOTCONN)
+            self.assertTrue(is_mounted(where))
+            bcow("umount", where)
+
+    def test_without_a_sandbox_nothing_is_refused(self):
+        need(root=True)
+        with self.mounted(sandbox="off") as (where, _):
+            bcow("umount", where)
