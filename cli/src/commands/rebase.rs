@@ -83,7 +83,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .map_err(|error| cannot_open_file(name.shown(), name.shown(), &error))?;
         0
     } else {
-        let disk = Below::new(&args.stores, &options)?.open_disk(name.shown(), &file, None)?;
+        let below = Below::new(&args.stores, &options)?;
+        let (disk, _) = below.open_disk(name.shown(), &file, None)?;
         let cannot = || format!("cannot rebase {}", name.display());
         ui.work(|work| {
             rebase(disk, new, work).map_err(|error| operation_failure(&error, cannot, cannot))

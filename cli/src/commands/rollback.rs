@@ -1,23 +1,25 @@
 //! `bcow rollback`
 
-use bcow_convert::roll_back;
+use bcow_convert::{roll_back, roll_back_upper};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
+use bcow_images::target::Target;
 use serde_json::json;
 
 use crate::error::CommandError;
 use crate::image::StoreArgs;
 use crate::ui::Ui;
 
-/// Go back to a snapshot of a disk
+/// Go back to a snapshot of a disk or of an upper
 ///
 /// A new empty disk over the snapshot takes the place of the disk, in one step. What was written to
 /// the disk since its last snapshot is lost, unless --keep makes it a snapshot first. All snapshots
-/// stay, also later ones.
+/// stay, also later ones. An upper of the kernel driver has a disk. The disk or the upper must not be
+/// in use.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The disk
-    #[arg(value_name = "DISK", value_hint = clap::ValueHint::FilePath)]
+    /// The disk, or the upper
+    #[arg(value_name = "DISK|UPPER", value_hint = clap::ValueHint::AnyPath)]
     #[arg(value_parser = NameParser(IMAGE))]
     disk: Name,
     /// The name of the snapshot to go back to
@@ -36,11 +38,14 @@ pub struct Args {
 /// Rolls back.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (disk, name, keep) = (&args.disk, &args.name, args.keep.as_deref());
-    let rolled_back = roll_back(disk, name, keep, &args.stores)?;
+    let (of, rolled_back) = match Target::of(disk)? {
+        Target::Disk(disk) => ("disk", roll_back(&disk, name, keep, &args.stores)?),
+        Target::Upper(upper) => ("upper", roll_back_upper(&upper, name, keep)?),
+    };
     if args.json {
         return ui.print_json(&json!({
             "schema": "bcow.rollback/1",
-            "disk": disk.to_string(),
+            of: disk.to_string(),
             "snapshot": name,
             "kept": keep,
             "backing": rolled_back.backing,

@@ -1,6 +1,5 @@
 //! `bcow serve`
 
-pub mod control;
 pub mod open;
 mod place;
 pub mod ready;

@@ -3,34 +3,39 @@
 mod list;
 mod rm;
 
-use bcow_convert::take_snapshot;
+use bcow_convert::{take_snapshot, take_upper_snapshot};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
+use bcow_images::target::Target;
 use serde_json::json;
 
 use crate::error::CommandError;
 use crate::image::StoreArgs;
 use crate::ui::Ui;
 
-/// Take, list or remove snapshots of a disk
+/// Take, list or remove snapshots of a disk or of a writable mount
 ///
 /// `bcow snapshot DISK NAME` makes the present content of a disk its snapshot NAME. No data is
 /// copied: the file of the disk becomes the file DISK@NAME in the same directory, and a new empty
 /// disk over it gets the name DISK. DISK@NAME is a file name, which every command takes that reads
 /// an image or a disk. bcow never writes to it.
 ///
-/// `bcow fork` makes a further disk over a snapshot, and `bcow rollback` goes back to one.
+/// `bcow snapshot UPPER NAME` does the same with an upper of the kernel driver, which has a disk. Its
+/// snapshot has the name UPPER@NAME for `bcow fork`. In place of an upper or a disk, the command
+/// takes the directory where it is mounted.
 ///
-/// If `bcow serve` or `bcow attach` uses the disk, that process takes the snapshot: its clients
-/// wait for a moment and see no error, and all that was answered before is in the snapshot. A disk
-/// that another process uses is refused.
+/// `bcow fork` makes a further disk or upper over a snapshot, and `bcow rollback` goes back to one.
+///
+/// If `bcow serve`, `bcow attach` or `bcow mount` uses it, that process takes the snapshot: programs
+/// wait for a moment and see no error, and all that they wrote before is in the snapshot. The file
+/// system of a mount is frozen meanwhile. What another process uses is refused.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Args {
     #[command(subcommand)]
     command: Option<Command>,
-    /// The disk
-    #[arg(value_name = "DISK", value_hint = clap::ValueHint::FilePath, required = true)]
+    /// The disk, the upper, or the directory of a mount
+    #[arg(value_name = "DISK|UPPER|DIR", value_hint = clap::ValueHint::AnyPath, required = true)]
     #[arg(value_parser = NameParser(IMAGE))]
     disk: Option<Name>,
     /// The name of the snapshot: letters, digits, `.`, `_` and `-`; the first one is a letter or a
@@ -62,11 +67,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 }
 
 fn take(args: &Args, disk: &Name, name: &str, ui: &Ui) -> Result<(), CommandError> {
-    let path = take_snapshot(disk, name, &args.stores)?;
+    let (of, path) = match Target::of(disk)? {
+        Target::Disk(disk) => ("disk", take_snapshot(&disk, name, &args.stores)?),
+        Target::Upper(upper) => ("upper", take_upper_snapshot(&upper, name)?),
+    };
     if args.json {
         return ui.print_json(&json!({
             "schema": "bcow.snapshot/1",
-            "disk": disk.to_string(),
+            of: disk.to_string(),
             "snapshot": name,
             "file": path.to_string_lossy(),
         }));

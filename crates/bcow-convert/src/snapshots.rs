@@ -2,17 +2,13 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use bcow::operation::{
-    SnapshotError, Snapshotted, absorb_backing, record_identity, remove_unfinished, snapshot,
-    snapshot_path, sync_directory_of,
+    Snapshotted, absorb_backing, record_identity, remove_unfinished, snapshot, snapshot_path,
+    sync_directory_of,
 };
 use bcow::{
     BackingResolver, BlockDevice, CreateOptions, Disk, Image, LockedFile, OpenOptions,
@@ -23,41 +19,14 @@ use bcow_images::backing::{backing, require_in_reach};
 use bcow_images::disks::{
     Below, cannot_lock, is_writable_disk, lock_disk, lock_note, open_writable,
 };
-use bcow_images::error::{CommandError, Context, exit};
+use bcow_images::error::{CommandError, Context};
 use bcow_images::image::{StoreArgs, cannot_open_file};
 use bcow_images::new_file::NewFile;
-use bcow_images::running::control_of_disk;
+use bcow_images::requests::{ask, cannot_snapshot};
 use bcow_images::snapshots::{disk_path, disks_over, find_snapshot, snapshots};
-use serde::{Deserialize, Serialize};
 
 use crate::rewrite::operation_failure;
 use crate::work::Work;
-
-/// Longest request to a process that serves a disk, in bytes, with its newline.
-pub const MAX_REQUEST_BYTES: usize = 4096;
-/// Longest answer, in bytes.
-const MAX_ANSWER_BYTES: u64 = 64 << 10;
-/// How long such a process may take. A flush of a busy disk can take long.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(600);
-
-/// A request to a process that serves a disk: a line with a JSON document, on the socket that the
-/// process publishes.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct SnapshotRequest {
-    /// The device number and the inode number of the disk's file.
-    pub device: u64,
-    pub inode: u64,
-    /// The name of the snapshot.
-    pub snapshot: String,
-}
-
-/// The answer, also a line.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SnapshotAnswer {
-    Done,
-    Failed(CommandError),
-}
 
 /// Makes the content of the disk `disk` its snapshot `name`. If another process of bcow serves the
 /// disk, that process does it. Returns the path of the snapshot.
@@ -66,80 +35,22 @@ pub fn take_snapshot(disk: &Name, name: &str, stores: &StoreArgs) -> Result<Path
         Ok(taken) => Ok(taken.path),
         Err(error) if error.may_pass() => {
             let path = disk_path(disk)?;
-            match control_of_disk(&path, |uid| is_trusted(uid, &path)) {
-                Some(control) => ask(&control, disk, &path, name),
-                None => Err(error),
+            if ask(&path, disk, name)? {
+                find_snapshot(disk, &path, name)
+            } else {
+                Err(error)
             }
         }
         Err(error) => Err(error),
     }
 }
 
-/// Whether a process of this user may act for the disk at `path`. Any process can claim to serve
-/// it.
-fn is_trusted(uid: u32, path: &Path) -> bool {
-    let own = rustix::process::geteuid().as_raw();
-    uid == 0 || uid == own || path.metadata().is_ok_and(|file| file.uid() == uid)
-}
-
 /// Makes the content of a disk that no other process uses its snapshot `name`.
 fn take_at_rest(disk: &Name, name: &str, stores: &StoreArgs) -> Result<Snapshotted, CommandError> {
     let opened = open_writable(disk, stores, &OpenOptions::default(), "snapshot")?;
     let (below, note) = (Arc::new(opened.disk), lock_note("snapshot"));
-    let taken = snapshot(&below, &opened.file, name, opened.height, &note);
+    let taken = snapshot(&below, &opened.file, name, opened.height, &note, None);
     taken.map_err(|error| cannot_snapshot(disk, &error))
-}
-
-/// Asks the process with the socket `control` for a snapshot of the disk at `path`.
-fn ask(control: &str, disk: &Name, path: &Path, name: &str) -> Result<PathBuf, CommandError> {
-    let cannot = || format!("cannot ask the process that serves {disk}");
-    let file = path.metadata().context(cannot)?;
-    let request = SnapshotRequest {
-        device: file.dev(),
-        inode: file.ino(),
-        snapshot: name.to_owned(),
-    };
-    let exchange = || -> io::Result<SnapshotAnswer> {
-        let address = SocketAddr::from_abstract_name(control)?;
-        let mut stream = UnixStream::connect_addr(&address)?;
-        let peer = rustix::net::sockopt::socket_peercred(&stream)?;
-        if !is_trusted(peer.uid.as_raw(), path) {
-            return Err(io::ErrorKind::PermissionDenied.into());
-        }
-        stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
-        let sent = stream.write_all(format!("{}\n", serde_json::to_string(&request)?).as_bytes());
-        let mut line = String::new();
-        let read = BufReader::new(stream.take(MAX_ANSWER_BYTES)).read_line(&mut line);
-        // A process that refuses this client closes the connection before it reads the request; its
-        // answer is there all the same.
-        if line.is_empty() {
-            sent.and(read)?;
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        Ok(serde_json::from_str(&line)?)
-    };
-    match exchange().context(cannot)? {
-        SnapshotAnswer::Done => find_snapshot(disk, path, name),
-        SnapshotAnswer::Failed(error) => Err(error),
-    }
-}
-
-/// The error of a disk of which there is no snapshot.
-pub fn cannot_snapshot(disk: impl fmt::Display, error: &SnapshotError) -> CommandError {
-    let failure = CommandError::new(format!("cannot take a snapshot of {disk}")).caused_by(error);
-    match error {
-        SnapshotError::Name => failure.exit_with(exit::USAGE),
-        SnapshotError::Exists(_) => {
-            failure.hint(format!("`bcow snapshot list {disk}` lists its snapshots"))
-        }
-        SnapshotError::TooDeep => {
-            failure.hint("`bcow snapshot rm` merges a snapshot into the disk over it")
-        }
-        SnapshotError::Exchange(_) => {
-            failure.hint("move the disk to a file system that can, such as ext4, xfs or btrfs")
-        }
-        _ => failure,
-    }
 }
 
 /// A new disk over a snapshot.
@@ -164,11 +75,16 @@ pub fn fork(from: &Name, new: &Path, stores: &StoreArgs) -> Result<ForkedDisk, C
         Err(error) if error.may_pass() => require_in_reach(new, &disk_path(from)?, stores)?,
         found => drop(found?),
     }
-    let taken = snapshots(&disk_path(from)?)?;
+    let snapshot = take_snapshot(from, &free_name(&disk_path(from)?)?, stores)?;
+    write_over(&Name::file(&snapshot), file, new, stores)
+}
+
+/// The name of the snapshot for a fork of the disk at `disk`.
+pub(crate) fn free_name(disk: &Path) -> Result<String, CommandError> {
+    let taken = snapshots(disk)?;
     let is_free = |name: &String| taken.iter().all(|snapshot| snapshot.name != *name);
     let name = (1..).map(|number| format!("fork-{number}")).find(is_free);
-    let snapshot = take_snapshot(from, &name.unwrap_or_default(), stores)?;
-    write_over(&Name::file(&snapshot), file, new, stores)
+    Ok(name.unwrap_or_default())
 }
 
 /// Writes an empty disk over `below` into `file`, which becomes `path`.
@@ -226,10 +142,7 @@ pub fn roll_back(
         Some(keep) => take_at_rest(disk, keep, stores)?.file,
         None => {
             let file = lock_disk(disk, "rollback")?;
-            if let Some(over) = tree_over(file.path())?.first() {
-                return Err(CommandError::new(format!("cannot roll back {disk}"))
-                    .caused_by_text(format!("it is the backing of {}", over.path.display())));
-            }
+            require_nothing_over(&file, disk)?;
             file
         }
     };
@@ -238,6 +151,18 @@ pub fn roll_back(
         .context(|| format!("cannot write {disk}"))?;
     new.complete()?;
     Ok(forked)
+}
+
+/// Fails if a disk is over the disk in `file`, which the user calls `shown`.
+pub(crate) fn require_nothing_over(
+    file: &LockedFile,
+    shown: impl fmt::Display,
+) -> Result<(), CommandError> {
+    match tree_over(file.path())?.first() {
+        None => Ok(()),
+        Some(over) => Err(CommandError::new(format!("cannot roll back {shown}"))
+            .caused_by_text(format!("it is the backing of {}", over.path.display()))),
+    }
 }
 
 /// A snapshot that was removed.
@@ -249,28 +174,53 @@ pub struct RemovedSnapshot {
     pub bytes: u64,
 }
 
+/// Opens the disk in a locked file.
+type OpenLocked<'a> = &'a dyn Fn(&LockedFile) -> Result<Disk, CommandError>;
+
 /// Removes the snapshot `name` of the disk `disk`. If one disk or snapshot is over it, that one
 /// takes its data first.
-///
-/// All disks over the snapshot are locked: they record the identities of the files below them, and
-/// these change. Each disk shows the same content at each moment, also after a crash. A crash can
-/// leave the snapshot, and disks that record no identity.
 pub fn remove_snapshot(
     disk: &Name,
     name: &str,
     stores: &StoreArgs,
     work: &Work<'_>,
 ) -> Result<RemovedSnapshot, CommandError> {
-    let mut own = Some(lock_disk(disk, "snapshot rm")?);
-    let own_path = disk_path(disk)?;
-    let cannot = || format!("cannot remove {disk}@{name}");
+    let own = lock_disk(disk, "snapshot rm")?;
+    let below = Below::new(stores, &OpenOptions::default())?;
+    let open = |file: &LockedFile| {
+        let opened = below.open_disk(file.path(), file, None);
+        opened.map(|(disk, _)| disk)
+    };
+    remove_from(own, &disk.to_string(), name, &open, work)
+}
+
+/// Removes the snapshot `name` of the disk in `own`, which the user calls `shown`.
+///
+/// All disks over the snapshot are locked: they record the identities of the files below them, and
+/// these change. Each disk shows the same content at each moment, also after a crash. A crash can
+/// leave the snapshot, and disks that record no identity.
+pub(crate) fn remove_from(
+    own: LockedFile,
+    shown: &str,
+    name: &str,
+    open: OpenLocked<'_>,
+    work: &Work<'_>,
+) -> Result<RemovedSnapshot, CommandError> {
+    let own_path = own.path().to_owned();
+    let mut own = Some(own);
+    let cannot = || format!("cannot remove {shown}@{name}");
     if let Ok(path) = snapshot_path(&own_path, name) {
         remove_unfinished(&path).context(cannot)?;
     }
-    let path = find_snapshot(disk, &own_path, name)?;
-    // Fails while a program reads it, or makes a disk over it.
+    let path = find_snapshot(shown, &own_path, name)?;
+    // Fails while a program reads it, or makes a disk over it. The users of another link of the
+    // file keep that one.
     let lock_removed = || {
+        if is_shared(&path) {
+            return Ok(None);
+        }
         LockedFile::open_snapshot(&path, &lock_note("snapshot rm"))
+            .map(Some)
             .map_err(|error| cannot_lock(&path, &path, &error))
     };
     drop(lock_removed()?);
@@ -287,6 +237,15 @@ pub fn remove_snapshot(
                 "`bcow rebase` gives a disk another backing, and `bcow snapshot rm` removes a \
                  snapshot",
             ));
+    }
+    // The disks over another link of the file record its identity too.
+    if let Some(over) = tree.iter().find(|over| is_shared(&over.path)) {
+        return Err(CommandError::new(cannot())
+            .caused_by_text(format!(
+                "it is below {}, which forks have too",
+                over.path.display()
+            ))
+            .hint("first remove the forks, or the later snapshots that they have"));
     }
     let lock = |over: &Over| match own.take_if(|file| file.path() == over.path) {
         Some(file) => Ok(file),
@@ -313,7 +272,7 @@ pub fn remove_snapshot(
         record(index, None)?;
     }
     let merged = match files.first() {
-        Some(file) => merge(&path, file, stores, work, &cannot),
+        Some(file) => merge(&path, file, open, work, &cannot),
         None => Ok(0),
     };
     for index in 1..files.len() {
@@ -343,6 +302,11 @@ struct Over {
     parent: Option<usize>,
 }
 
+/// Whether another directory has the file at `path` too.
+fn is_shared(path: &Path) -> bool {
+    path.metadata().is_ok_and(|file| file.nlink() > 1)
+}
+
 /// The disks that are over the file at `bottom`, directly and through others. Each is behind the
 /// disk below it.
 fn tree_over(bottom: &Path) -> Result<Vec<Over>, CommandError> {
@@ -367,7 +331,7 @@ fn tree_over(bottom: &Path) -> Result<Vec<Over>, CommandError> {
 fn merge(
     path: &Path,
     file: &LockedFile,
-    stores: &StoreArgs,
+    open: OpenLocked<'_>,
     work: &Work<'_>,
     cannot: &dyn Fn() -> String,
 ) -> Result<u64, CommandError> {
@@ -375,8 +339,7 @@ fn merge(
     let storage = Arc::new(File::open(path).context(cannot)?);
     let removed = Image::open_with_backings(storage, &options, &UnreadBackings)
         .map_err(|error| cannot_open_file(path, path, &error))?;
-    let below = Below::new(stores, &options)?;
-    let disk = below.open_disk(file.path(), file, None)?;
+    let disk = open(file)?;
     let backing = match removed.disk_backing() {
         Some(entry) => {
             let device = UnreadBackings.resolve(entry).context(cannot)?;

@@ -4,7 +4,9 @@
 //! The ext4 on the disk is not checked here: e2fsck(8) checks it, and e2fsck and the kernel replay
 //! its journal.
 
+use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 
 use bcow::check::{self, CheckOptions, Finding, Findings, Place, Repair};
 use bcow::{BlockDevice, Image, OpenOptions};
@@ -12,6 +14,7 @@ use bcow_fuse::kernel::{self, Kind};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::{Messages, OpenImage};
 use bcow_images::kernel_upper::{read_disk, require_same_image};
+use bcow_images::snapshots::snapshots;
 use bcow_images::upper::{cannot_use, when_free};
 use bcow_union::{DiskInstance, DiskReader, META, UpperError};
 
@@ -117,6 +120,15 @@ fn examine(asked: &Fsck<'_>) -> Result<CheckedDisk, CommandError> {
     found.counts = ReadCounts::of(&report);
     let of_disk = report.findings.of_file(&format!("{META}/{DISK}"));
     found.findings.append(of_disk);
+    for snapshot in snapshots(&reader.disk_path())? {
+        let cannot = || format!("cannot check {}", snapshot.path.display());
+        let file = Arc::new(File::open(&snapshot.path).context(cannot)?);
+        let report = check::check(file, &options).context(cannot)?;
+        found.counts = found.counts.plus(ReadCounts::of(&report));
+        let name = snapshot.path.file_name().unwrap_or_default();
+        let of_file = format!("{META}/{}", name.to_string_lossy());
+        found.findings.append(report.findings.of_file(&of_file));
+    }
     // A damaged file may not open at all.
     let recorded = Some(&*reader.record().image_name);
     let require_same = |image: &OpenImage| require_same_image(&reader, image);
@@ -126,7 +138,7 @@ fn examine(asked: &Fsck<'_>) -> Result<CheckedDisk, CommandError> {
     {
         found.image = Some(image.path().to_string_lossy().into_owned());
         match read_disk(&reader, &image, &OpenOptions::default()) {
-            Ok(disk) => check_disk(&disk, &reader, &mut found),
+            Ok((disk, _)) => check_disk(&disk, &reader, &mut found),
             Err(error) => {
                 let causes = error.causes().join(": ");
                 let finding = Finding::error("backing-unreadable", place(DISK), causes);

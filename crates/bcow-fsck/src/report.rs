@@ -217,7 +217,7 @@ impl ReadCounts {
         }
     }
 
-    fn plus(self, other: ReadCounts) -> ReadCounts {
+    pub(crate) fn plus(self, other: ReadCounts) -> ReadCounts {
         ReadCounts {
             tables: self.tables + other.tables,
             blocks: self.blocks + other.blocks,

@@ -1,6 +1,5 @@
 //! A disk that the kernel mounts, and how long it is in use.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -8,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use bcow::{BlockDevice, Disk};
+use bcow::BlockDevice;
+use bcow::operation::LiveDisk;
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
@@ -20,7 +20,7 @@ const DISCARD_PAUSE: Duration = Duration::from_secs(1);
 #[derive(Clone)]
 pub enum Device {
     /// A disk. The session closes it when the mount has ended.
-    Writable(Arc<Disk>),
+    Writable(Arc<LiveDisk>),
     /// An address space that does not change.
     ReadOnly(Arc<dyn BlockDevice>),
 }
@@ -51,8 +51,6 @@ pub struct DiskMount {
     pub path: PathBuf,
     /// The upper that the disk belongs to.
     pub upper: Option<PathBuf>,
-    /// The open file of the disk, by which the end of the mount finds that it was removed.
-    pub file: Option<File>,
     /// Whether flushes are honoured.
     pub barriers: Barriers,
     /// What another process needs to continue with the disk; `None` if none shall.

@@ -121,6 +121,8 @@ pub enum MountError {
         /// The first error.
         source: io::Error,
     },
+    #[error(transparent)]
+    Snapshot(bcow::operation::SnapshotError),
     /// A step of a mount with the kernel driver failed.
     #[error(transparent)]
     Kernel(#[from] bcow_mount::Error),

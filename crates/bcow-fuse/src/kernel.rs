@@ -17,12 +17,14 @@ mod place;
 mod service;
 
 use std::fs::File;
-use std::os::fd::{AsFd, RawFd};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
 
+use bcow::operation::LiveDisk;
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, HEAD_BYTES};
 use bcow_mount::{Access, HiddenName, LoopDevice};
@@ -70,12 +72,9 @@ pub struct KernelSession {
     service: Service,
     kind: Kind,
     /// Known until the disk is closed.
-    disk: Option<Arc<Disk>>,
+    disk: Option<Arc<LiveDisk>>,
     path: PathBuf,
-    /// The open file of the disk. It is closed before the locks of the disk are released.
-    file: Option<File>,
-    /// What another process needs to continue with the disk.
-    files: Option<DiskFiles>,
+    files: Arc<KeptFiles>,
     outcome: Arc<Outcome>,
     release: Arc<Release>,
     /// Whether another process has the descriptors of the hidden mount.
@@ -86,11 +85,24 @@ pub struct KernelSession {
 /// lock; it is not held during the release.
 struct Release(Mutex<Option<OnClosed>>);
 
+/// What another process needs to continue with the disk. The lock is held while a snapshot is
+/// taken, which replaces the files.
+struct KeptFiles(Mutex<Option<DiskFiles>>);
+
+/// Takes snapshots of the disk of a [`KernelSession`] while it is served.
+#[derive(Clone)]
+pub struct DiskSnapshots {
+    mount: Arc<KernelMount>,
+    disk: Weak<LiveDisk>,
+    files: Arc<KeptFiles>,
+    path: PathBuf,
+}
+
 /// Stops a [`KernelSession`] from another thread, for a process that takes it over.
 #[derive(Clone)]
 pub struct DiskStopper {
     mount: Arc<KernelMount>,
-    disk: Weak<Disk>,
+    disk: Weak<LiveDisk>,
     release: Arc<Release>,
     outcome: Arc<Outcome>,
     path: PathBuf,
@@ -183,7 +195,7 @@ impl KernelSession {
         } = handover;
         let kind = detect(disk.device.block_device())?;
         let lost = match &disk.device {
-            Device::Writable(disk) => disk.ledger().map(Ledger::lost),
+            Device::Writable(disk) => disk.with(|disk| disk.ledger().map(Ledger::lost)),
             Device::ReadOnly(_) => None,
         };
         let lost = lost.transpose().map_err(MountError::Ledger)?.flatten();
@@ -232,8 +244,7 @@ impl KernelSession {
             kind,
             disk: writable,
             path: disk.path,
-            file: disk.file,
-            files: disk.files,
+            files: Arc::new(KeptFiles(Mutex::new(disk.files))),
             outcome: Arc::new(outcome),
             release: Arc::new(Release(Mutex::new(disk.on_closed))),
             is_shared: AtomicBool::new(false),
@@ -243,7 +254,7 @@ impl KernelSession {
     /// What another process needs to take over the mount, also after a crash of this process.
     /// `None` for a disk without [`DiskMount::files`], and on a kernel before Linux 6.9.
     pub fn hand_over(&self) -> Result<Option<DiskHandover>, MountError> {
-        let disk = match (&self.disk, &self.files) {
+        let disk = match (&self.disk, &*self.files.0.lock()) {
             (Some(_), None) => return Ok(None),
             (_, files) => files.as_ref().map(DiskFiles::try_clone).transpose(),
         };
@@ -264,12 +275,23 @@ impl KernelSession {
     pub fn stopper(&self) -> Option<DiskStopper> {
         let disk = self.disk.as_ref()?;
         let can_be_handed_over =
-            self.files.is_some() && self.service.descriptors().can_be_handed_over();
+            self.files.0.lock().is_some() && self.service.descriptors().can_be_handed_over();
         can_be_handed_over.then(|| DiskStopper {
             mount: Arc::clone(&self.mount),
             disk: Arc::downgrade(disk),
             release: Arc::clone(&self.release),
             outcome: Arc::clone(&self.outcome),
+            path: self.path.clone(),
+        })
+    }
+
+    /// A handle that takes snapshots of the disk while the session is being served; `None` for
+    /// content that never changes.
+    pub fn snapshots(&self) -> Option<DiskSnapshots> {
+        Some(DiskSnapshots {
+            mount: Arc::clone(&self.mount),
+            disk: Arc::downgrade(self.disk.as_ref()?),
+            files: Arc::clone(&self.files),
             path: self.path.clone(),
         })
     }
@@ -345,7 +367,7 @@ impl KernelSession {
             let _ = disk.flush();
         }
         // It has the lock of the disk too.
-        self.files = None;
+        *self.files.0.lock() = None;
         let_go();
         self.is_shared.store(false, Relaxed);
         let served = self.service.stop();
@@ -363,16 +385,13 @@ impl KernelSession {
             self.outcome.report(Ok(()));
             return Ok(());
         };
+        let is_removed = disk.is_removed();
         let closed = match Arc::try_unwrap(disk) {
             Ok(disk) => disk.close(),
             // Statistics are being read.
-            Err(disk) => disk.checkpoint(),
+            Err(disk) => disk.with(Disk::checkpoint),
         };
         let lost = self.mount.lifetime.lost();
-        let is_removed = self
-            .file
-            .take()
-            .is_some_and(|file| rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_nlink == 0));
         if is_removed {
             self.outcome.report_removed();
             return Err(MountError::Removed(self.path.clone()));
@@ -420,13 +439,72 @@ impl Release {
     }
 }
 
+impl DiskSnapshots {
+    /// Whether the disk is still being served.
+    pub fn is_open(&self) -> bool {
+        self.disk.strong_count() > 0
+    }
+
+    /// Whether the disk is the one in the file with this device number and inode number.
+    pub fn is_at(&self, device: u64, inode: u64) -> bool {
+        let disk = self.disk.upgrade();
+        disk.is_some_and(|disk| disk.is_at(device, inode))
+    }
+
+    /// Makes the present content the snapshot `name`, as [`LiveDisk::snapshot`], while the file
+    /// system is frozen: it has all that programs have written, and needs no replay. Returns the
+    /// path of the snapshot.
+    ///
+    /// If another process can continue with the disk, it needs the ledger that `new_ledger` makes,
+    /// with its memory file. `is_replaced` gets what that process needs from now on.
+    pub fn take(
+        &self,
+        name: &str,
+        note: &str,
+        new_ledger: impl FnOnce() -> io::Result<(OwnedFd, Arc<Ledger>)>,
+        is_replaced: impl FnOnce(&DiskFiles),
+    ) -> Result<PathBuf, MountError> {
+        let place = &self.mount.place;
+        let mut files = self.files.0.lock();
+        let (Some(disk), true) = (self.disk.upgrade(), place.exists()) else {
+            return Err(MountError::NotMounted(place.target.clone()));
+        };
+        if let Some(errno) = self.mount.lifetime.lost() {
+            return Err(MountError::LostWrites {
+                disk: self.path.clone(),
+                source: errno.into(),
+            });
+        }
+        let failed = MountError::process("make a ledger for the new disk");
+        let kept = match &*files {
+            Some(_) => Some(new_ledger().map_err(failed)?),
+            None => None,
+        };
+        let (memory, ledger) = kept.unzip();
+        let replace = |file: &File| {
+            let Some(ledger) = memory else { return };
+            // Without a descriptor, no process can continue.
+            *files = file.try_clone().ok().map(|file| DiskFiles {
+                file: file.into(),
+                ledger,
+            });
+            if let Some(files) = &*files {
+                is_replaced(files);
+            }
+        };
+        let take = || disk.snapshot(name, note, ledger, replace);
+        let taken = bcow_mount::while_frozen(&place.target, place.device.as_deref(), take)?;
+        taken.map_err(MountError::Snapshot)
+    }
+}
+
 impl DiskStopper {
     /// Makes everything durable in tables, while requests continue: a [`DiskStopper::stop`] that
     /// follows has less to do and rarely fails.
     pub fn prepare(&self) -> Result<(), MountError> {
         match self.disk.upgrade() {
             Some(disk) => disk
-                .checkpoint()
+                .with(Disk::checkpoint)
                 .map_err(MountError::close_disk(&self.path)),
             // The session has ended.
             None => Ok(()),
@@ -443,7 +521,7 @@ impl DiskStopper {
         if !self.mount.lifetime.hand_over() {
             return Ok(false);
         }
-        let closed = disk.close_for_exit();
+        let closed = disk.with(Disk::close_for_exit);
         let has_all = closed.is_ok() && self.mount.lifetime.lost().is_none();
         self.release.release(has_all);
         self.outcome.report_handover();

@@ -230,19 +230,9 @@ impl<'a> Below<'a> {
 
     /// Opens the disk in a locked file, which the user calls `name`. Writable files below the disk
     /// are locked against writers as long as the disk is open, unless --force-share is given.
-    /// With a ledger, as [`Disk::open_with_ledger`].
+    /// With a ledger, as [`Disk::open_with_ledger`]. Also returns the number of files on the longest
+    /// path down from the disk.
     pub fn open_disk(
-        &self,
-        name: &Path,
-        file: &LockedFile,
-        ledger: Option<Arc<Ledger>>,
-    ) -> Result<Disk, CommandError> {
-        self.open_with_height(name, file, ledger)
-            .map(|(disk, _)| disk)
-    }
-
-    /// The same, with the number of files on the longest path down from the disk.
-    fn open_with_height(
         &self,
         name: &Path,
         file: &LockedFile,
@@ -419,7 +409,7 @@ pub fn open_writable(
 ) -> Result<WritableDisk, CommandError> {
     let below = Below::new(stores, options)?;
     let file = lock_disk(name, command)?;
-    let (disk, height) = below.open_with_height(name.shown(), &file, None)?;
+    let (disk, height) = below.open_disk(name.shown(), &file, None)?;
     Ok(WritableDisk { disk, height, file })
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bcow::{Image, OpenOptions};
 use bcow_union::{DiskReader, Driver};
-use bcow_view::ViewCache;
+use bcow_view::{Instance, ViewCache};
 
 use crate::error::CommandError;
 use crate::image::{Messages, OpenImage};
@@ -23,6 +23,8 @@ pub fn is_kernel_upper(path: &Path) -> bool {
 pub struct ReadUpper {
     /// The disk, over the view of the image.
     pub disk: Arc<Image>,
+    /// The files below it, the nearest first. The view is the last one.
+    pub below: Vec<Arc<Image>>,
     /// Holds the locks.
     pub reader: DiskReader,
 }
@@ -38,8 +40,12 @@ pub fn read(
         when_free(messages, || DiskReader::open(upper)).map_err(|error| cannot_use(&error))?;
     require_same_image(&reader, image)?;
     refuse_lost(upper, reader.is_lost())?;
-    let disk = read_disk(&reader, image, options)?;
-    Ok(ReadUpper { disk, reader })
+    let (disk, below) = read_disk(&reader, image, options)?;
+    Ok(ReadUpper {
+        disk,
+        below,
+        reader,
+    })
 }
 
 /// Refuses an upper of another image.
@@ -48,14 +54,21 @@ pub fn require_same_image(reader: &DiskReader, image: &OpenImage) -> Result<(), 
     require_image(reader.path(), record.identity(), &record.image_name, image)
 }
 
-/// Opens the disk of an upper over the view of its image, for reading.
+/// Opens the disk of an upper over the view of its image, for reading. Also returns the files below
+/// it, as [`ReadUpper::below`].
 pub fn read_disk(
     reader: &DiskReader,
     image: &OpenImage,
     options: &OpenOptions,
-) -> Result<Arc<Image>, CommandError> {
-    let views = views(image, options)?;
-    bcow_view::read_instance(reader.disk(), image, &views, options)
+) -> Result<(Arc<Image>, Vec<Arc<Image>>), CommandError> {
+    let disk = Instance {
+        storage: reader.disk(),
+        path: &reader.disk_path(),
+        image,
+        cache: &views(image, options)?,
+        options,
+    };
+    disk.read()
         .map_err(|error| cannot_open_disk(reader.path(), &error))
 }
 

@@ -59,15 +59,17 @@ pub fn open(
 
 /// The disk of an upper of the kernel driver, and the view below it.
 pub fn of_upper(upper: ReadUpper, path: &Path) -> Result<DiskOverView, CommandError> {
-    let Some(view) = upper.disk.backing(0).cloned() else {
+    let mut above = vec![upper.disk.clone()];
+    above.extend(upper.below);
+    let (Some(view), false) = (above.pop(), above.is_empty()) else {
         return Err(
             CommandError::new(format!("cannot use the upper {}", path.display()))
                 .caused_by_text("its disk is not over the view of an image"),
         );
     };
     Ok(DiskOverView {
-        disk: upper.disk.clone(),
-        above: vec![upper.disk],
+        disk: upper.disk,
+        above,
         view,
         lock: Some(Arc::new(upper.reader)),
     })

@@ -63,7 +63,7 @@ pub struct Service {
     pub descriptor: Option<i32>,
     /// For a mount in a pool: the name of the pool, whose process has other mounts too.
     pub pool: Option<String>,
-    /// For a disk: the abstract Unix socket on which the process takes requests for it.
+    /// For a disk or an upper: the abstract Unix socket on which the process takes requests for it.
     pub control: Option<String>,
     /// The parts of the sandbox of the process.
     pub sandbox: Vec<String>,
@@ -279,14 +279,23 @@ pub fn describe_lock_holders(path: &Path) -> Vec<String> {
         .collect()
 }
 
-/// The abstract Unix socket of the process that takes requests for the disk at `path`, among the
-/// processes of users for which `is_trusted` returns `true`.
-pub fn control_of_disk(path: &Path, is_trusted: impl Fn(u32) -> bool) -> Option<String> {
+/// The service of the process that takes requests for the disk at `path`, or for the upper with
+/// this lock, among the processes of users for which `is_trusted` returns `true`.
+pub fn service_with_control(path: &Path, is_trusted: impl Fn(u32) -> bool) -> Option<Service> {
     let servers = servers()
         .into_iter()
         .filter(|server| !server.is_in_other_namespace && is_trusted(server.uid));
     let mut services = servers.flat_map(|server| server.services);
-    services.find_map(|service| service.control.clone().filter(|_| uses(&service, path)))
+    services.find(|service| service.control.is_some() && uses(service, path))
+}
+
+/// The mount at `path`, whose links are resolved, of a process of a user for which `is_trusted`
+/// returns `true`.
+pub fn mount_at(path: &Path, is_trusted: impl Fn(u32) -> bool) -> Option<Service> {
+    let servers = servers().into_iter();
+    let trusted = servers.filter(|server| is_trusted(server.uid));
+    let mut services = trusted.flat_map(|server| server.services);
+    services.find(|service| service.kind == "mount" && service.is_at(path))
 }
 
 /// Whether the service uses this disk, or the upper with this lock file.

@@ -1,6 +1,7 @@
 //! Snapshots of disks: their files, and the disks over them.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,9 @@ pub struct Snapshot {
     pub backing: Option<String>,
     /// The names of the disks and snapshots in its directory that are over it.
     pub used_by: Vec<String>,
+    /// The number of other directories that have the file too. The forks of an upper have the
+    /// snapshots of the upper.
+    pub other_links: u64,
 }
 
 /// The path of the disk that the user calls `name`, with its links resolved.
@@ -63,6 +67,7 @@ pub fn snapshots(disk: &Path) -> Result<Vec<Snapshot>, CommandError> {
             taken: since.as_secs() as i64,
             bytes: header.size,
             stored_bytes: metadata.blocks() * 512,
+            other_links: metadata.nlink().saturating_sub(1),
             backing: backing_of(file).map(|entry| entry.name.to_string()),
             used_by: used_by.map(|path| self::file_name(path)).collect(),
             path: path.clone(),
@@ -75,7 +80,11 @@ pub fn snapshots(disk: &Path) -> Result<Vec<Snapshot>, CommandError> {
 
 /// The path of the snapshot `snapshot` of the disk at `path`, whose links are resolved, and which
 /// the user calls `disk`.
-pub fn find_snapshot(disk: &Name, path: &Path, snapshot: &str) -> Result<PathBuf, CommandError> {
+pub fn find_snapshot(
+    disk: impl fmt::Display,
+    path: &Path,
+    snapshot: &str,
+) -> Result<PathBuf, CommandError> {
     let path = snapshot_path(path, snapshot).ok();
     path.filter(|path| is_snapshot(path)).ok_or_else(|| {
         CommandError::new(format!("{disk} has no snapshot {snapshot:?}"))

@@ -43,7 +43,11 @@ impl UserViews {
 }
 
 impl Views for UserViews {
-    fn find(&self, image: &Arc<Image>, wanted: &WantedView) -> Result<FoundView, ViewFailure> {
+    fn find(
+        &self,
+        image: Option<&Arc<Image>>,
+        wanted: &WantedView,
+    ) -> Result<FoundView, ViewFailure> {
         self.cache()?.find(image, wanted)
     }
 }

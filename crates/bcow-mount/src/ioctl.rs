@@ -1,5 +1,5 @@
-//! The requests of the loop driver (linux/loop.h), those that grow a mounted file system, one of
-//! FUSE, and `truncate(2)`. rustix has none of them, so this leaf of the workspace needs `unsafe`.
+//! The requests of the loop driver (linux/loop.h), those that grow or freeze a mounted file system,
+//! one of FUSE, and `truncate(2)`. rustix has none of them, so this leaf of the workspace needs `unsafe`.
 
 #![allow(unsafe_code)]
 
@@ -21,6 +21,9 @@ const EXT4_RESIZE: Opcode = opcode::write::<u64>(b'f', 16);
 const XFS_GEOMETRY: Opcode = opcode::read::<XfsGeometry>(b'X', 100);
 /// `XFS_IOC_FSGROWFSDATA`.
 const XFS_GROW: Opcode = opcode::write::<XfsGrowth>(b'X', 110);
+/// `FIFREEZE` and `FITHAW`. Their argument has no meaning.
+const FREEZE: Opcode = opcode::read_write::<i32>(b'X', 119);
+const THAW: Opcode = opcode::read_write::<i32>(b'X', 120);
 /// `BTRFS_IOC_RESIZE`.
 const BTRFS_RESIZE: Opcode = opcode::write::<BtrfsName>(0x94, 3);
 
@@ -153,6 +156,18 @@ pub(crate) fn grow_btrfs(directory: impl AsFd) -> Result<()> {
     // SAFETY: The request reads a `struct btrfs_ioctl_vol_args`, whose layout `BtrfsName` has. The
     // name ends with a zero.
     unsafe { ioctl(directory, Setter::<BTRFS_RESIZE, BtrfsName>::new(name)) }
+}
+
+/// Freezes the mounted file system that has `directory`.
+pub(crate) fn freeze(directory: impl AsFd) -> Result<()> {
+    // SAFETY: The request ignores its argument.
+    unsafe { ioctl(directory, NoArg::<FREEZE>::new()) }
+}
+
+/// Ends [`freeze`].
+pub(crate) fn thaw(directory: impl AsFd) -> Result<()> {
+    // SAFETY: As above.
+    unsafe { ioctl(directory, NoArg::<THAW>::new()) }
 }
 
 /// Closes the backing file `number` of the FUSE mount at the other end of `connection`.

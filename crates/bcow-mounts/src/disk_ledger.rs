@@ -1,6 +1,7 @@
 //! The ledger of a disk in a pool, with which the next process of the pool continues.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -26,25 +27,33 @@ pub struct OpenLedger {
     ledger: Arc<Ledger>,
 }
 
+/// An empty ledger, and its memory file.
+pub fn new_ledger() -> io::Result<(OwnedFd, Arc<Ledger>)> {
+    let memory = rustix::fs::memfd_create("bcow-ledger", MemfdFlags::CLOEXEC)?;
+    let storage = Arc::new(File::from(memory.try_clone()?));
+    Ok((memory, Arc::new(Ledger::create(storage)?)))
+}
+
 impl LedgerUse<'_> {
+    /// The same, for the disk of the process that has ended. A new disk over that one has a new
+    /// ledger.
+    pub fn of_disk(self, continues: bool) -> Self {
+        if continues { self } else { LedgerUse::New }
+    }
+
     pub fn open(self) -> Result<Option<OpenLedger>, CommandError> {
         let cannot = || "cannot make the ledger of the disk";
         let memory: OwnedFd = match self {
             LedgerUse::None => return Ok(None),
-            LedgerUse::New => rustix::fs::memfd_create("bcow-ledger", MemfdFlags::CLOEXEC)
-                .map_err(std::io::Error::from)
-                .context(cannot)?,
+            LedgerUse::New => {
+                let (memory, ledger) = new_ledger().context(cannot)?;
+                return Ok(Some(OpenLedger { memory, ledger }));
+            }
             LedgerUse::Continue(files) => files.ledger.try_clone().context(cannot)?,
         };
         let storage = Arc::new(File::from(memory.try_clone().context(cannot)?));
-        let ledger = match self {
-            LedgerUse::Continue(_) => Ledger::open(storage).context(cannot)?,
-            _ => Ledger::create(storage).context(cannot)?,
-        };
-        Ok(Some(OpenLedger {
-            memory,
-            ledger: Arc::new(ledger),
-        }))
+        let ledger = Arc::new(Ledger::open(storage).context(cannot)?);
+        Ok(Some(OpenLedger { memory, ledger }))
     }
 
     /// The file of the disk, if another process has kept it.

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName, hex, is_plain_name};
+use bcow::operation::LiveDisk;
 use bcow::{CreateOptions, Disk, OpenOptions};
 use bcow_fuse::kernel::DiskFiles;
 use bcow_images::error::CommandError;
@@ -13,7 +14,7 @@ use bcow_images::upper::cannot_use;
 use bcow_images::views::{UserViews, cannot_view};
 use bcow_mount::filesystem::{self, Kind};
 use bcow_union::{DiskInstance, FileSystem, ImageName, UpperError};
-use bcow_view::CachedView;
+use bcow_view::{CachedView, Instance};
 
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 
@@ -28,12 +29,12 @@ pub struct Asked {
 
 /// An upper that is open for writing.
 pub struct WritableUpper {
-    pub disk: Disk,
+    pub disk: LiveDisk,
     /// The size in bytes to which the file system is to grow, when it is mounted.
     pub grows_to: Option<u64>,
     /// What the next process of a pool needs to continue with the disk.
     pub files: Option<DiskFiles>,
-    /// Holds the locks. Dropped after the disk.
+    /// Holds the lock of the upper. Dropped after the disk.
     pub instance: DiskInstance,
 }
 
@@ -71,9 +72,17 @@ pub fn open_or_begin(
     let Some(storage) = instance.disk() else {
         return Err(cannot_use(&UpperError::Incomplete(path.to_owned())));
     };
-    let ledger = ledger_use.open()?;
+    let ledger = ledger_use.of_disk(instance.continues()).open()?;
     let noted = ledger.as_ref().map(OpenLedger::ledger);
-    let disk = bcow_view::open_instance(storage, image, &views, options, noted)
+    let disk = Instance {
+        storage,
+        path: &instance.disk_path(),
+        image,
+        cache: &views,
+        options,
+    };
+    let (disk, height) = disk
+        .open(noted)
         .map_err(|error| cannot_open_disk(path, &error))?;
     let files = match (ledger, instance.disk_file()) {
         (Some(ledger), Some(file)) => Some(ledger.files(file)?),
@@ -86,8 +95,11 @@ pub fn open_or_begin(
         let completed = instance.complete(FileSystem::Ext4, size, named);
         completed.map_err(|error| cannot_use(&error))?;
     }
+    let Some(file) = instance.take_disk() else {
+        return Err(cannot_use(&UpperError::Incomplete(path.to_owned())));
+    };
     Ok(WritableUpper {
-        disk,
+        disk: LiveDisk::new(disk, file, height),
         grows_to,
         files,
         instance,

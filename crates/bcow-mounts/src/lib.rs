@@ -26,6 +26,7 @@
 
 mod args;
 pub mod ask;
+pub mod control;
 pub mod cpus;
 mod disk_ledger;
 mod error;

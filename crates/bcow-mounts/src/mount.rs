@@ -88,6 +88,7 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
                 .map_err(|error| kernel::cannot_mount(args.image.shown(), &error));
         }
     };
+    mounted.take_requests(|_| ());
     sandbox::enter(args, &mut mounted, unmounting)?;
     running.answer_metrics(mounted.stats)?;
     let session = mounted.session;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::image::Messages;
+use bcow_mounts::control::read_line;
 use bcow_mounts::helper;
 use bcow_mounts::mount::{self, Attempt};
 use bcow_mounts::{MountArgs, PoolName};
@@ -93,7 +94,7 @@ fn find_once(socket: &Path) -> Result<PoolAtSocket, CommandError> {
         Err(Errno::NOENT) => return Ok(PoolAtSocket::Missing),
         Err(errno) => return Err(CommandError::new(cannot()).caused_by(&io::Error::from(errno))),
     };
-    let line = match protocol::read_line(&stream, MAX_ANSWER_BYTES, Some(ANSWER_TIMEOUT)) {
+    let line = match read_line(&stream, MAX_ANSWER_BYTES, Some(ANSWER_TIMEOUT)) {
         Ok(line) => line,
         Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok(PoolAtSocket::Silent),
         // The process has ended meanwhile.
@@ -206,7 +207,7 @@ impl Connection {
         // If the pool refuses this client, it closes the connection before it reads the request.
         // The answer says why.
         let sent = self.stream.write_all(&line);
-        let line = protocol::read_line(&self.stream, MAX_ANSWER_BYTES, None);
+        let line = read_line(&self.stream, MAX_ANSWER_BYTES, None);
         let line = line.map_err(|error| {
             let cause = match (sent, error.kind()) {
                 (Err(error), _) => error,
@@ -240,7 +241,7 @@ impl Connection {
     /// Waits until the process of the pool has ended.
     pub fn wait_for_end(self) {
         // Any error means that the other end is gone.
-        while protocol::read_line(&self.stream, MAX_ANSWER_BYTES, None).is_ok() {}
+        while read_line(&self.stream, MAX_ANSWER_BYTES, None).is_ok() {}
     }
 }
 

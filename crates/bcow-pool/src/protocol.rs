@@ -4,10 +4,8 @@
 //! closes the connection. Fields that a reader does not know are ignored. A change that an older
 //! reader would misunderstand gets a new [`VERSION`].
 
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
 
 use bcow_images::error::CommandError;
 use bcow_images::image::Messages;
@@ -171,49 +169,9 @@ pub fn line(document: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     Ok(line)
 }
 
-/// Reads a line of at most `most` bytes, without its newline. Without `timeout`, waits for ever.
-///
-/// The other side sends nothing after the line until it has an answer, so that this reads nothing
-/// of a next line.
-pub fn read_line(
-    mut stream: &UnixStream,
-    most: usize,
-    timeout: Option<Duration>,
-) -> io::Result<Vec<u8>> {
-    let deadline = timeout.map(|timeout| Instant::now() + timeout);
-    let mut line = Vec::new();
-    let mut piece = [0; 4096];
-    loop {
-        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        if left == Some(Duration::ZERO) {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        stream.set_read_timeout(left)?;
-        let count = match stream.read(&mut piece) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => count,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            Err(error) => return Err(error),
-        };
-        line.extend_from_slice(&piece[..count]);
-        if line.len() > most {
-            let text = format!("the line has more than {most} bytes");
-            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-        }
-        if line.last() == Some(&b'\n') {
-            line.pop();
-            return Ok(line);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::ffi::{OsStr, OsString};
-    use std::io::Write;
     use std::os::unix::ffi::OsStrExt;
 
     use super::*;
@@ -254,20 +212,5 @@ mod tests {
             let text = format!("{error}: {}", error.causes().join(": "));
             assert!(text.contains(expected), "{text}");
         }
-    }
-
-    #[test]
-    fn lines_have_a_limit_of_length_and_of_time() {
-        let read = |bytes: &[u8], timeout| {
-            let (mut ours, theirs) = UnixStream::pair().unwrap();
-            ours.write_all(bytes).unwrap();
-            let line = read_line(&theirs, 8, timeout);
-            drop(ours);
-            line.map_err(|error| error.kind())
-        };
-        let short = Some(Duration::from_millis(1));
-        assert_eq!(read(b"1234567\n", None), Ok(b"1234567".to_vec()));
-        assert_eq!(read(b"12345678\n", None), Err(io::ErrorKind::InvalidData));
-        assert_eq!(read(b"1234", short), Err(io::ErrorKind::TimedOut));
     }
 }

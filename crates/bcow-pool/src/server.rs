@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io::{self, Write};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -24,6 +24,7 @@ use bcow_fuse::{AnySession, MountStats};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::Messages;
 use bcow_images::running::{self, Published, Service};
+use bcow_mounts::control::read_line;
 use bcow_mounts::mount::fuse::Mounted;
 use bcow_mounts::mount::host::{Host, InPool, threads_by_default};
 use bcow_mounts::mount::pooled;
@@ -594,9 +595,16 @@ impl<'a> MountInProgress<'a> {
     fn arrive(
         self,
         number: u64,
-        mounted: Mounted,
+        mut mounted: Mounted,
         kept: Option<MountRecord>,
     ) -> Result<(), CommandError> {
+        let pool = Arc::downgrade(self.0);
+        mounted.take_requests(move |files| {
+            if let Some(pool) = pool.upgrade() {
+                let descriptors = [files.file.as_fd(), files.ledger.as_fd()];
+                pool.notify_supervisor(&Packet::Disk { number }, &descriptors);
+            }
+        });
         let Mounted {
             session,
             stats,
@@ -753,7 +761,7 @@ impl Client {
         }
         let peer = rustix::net::sockopt::socket_peercred(connection)
             .map_err(|errno| cannot().caused_by(&io::Error::from(errno)))?;
-        let line = match protocol::read_line(connection, MAX_REQUEST_BYTES, Some(ASKS_WITHIN)) {
+        let line = match read_line(connection, MAX_REQUEST_BYTES, Some(ASKS_WITHIN)) {
             Ok(line) => line,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(error) => return Err(cannot().caused_by(&error)),

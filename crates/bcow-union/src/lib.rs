@@ -68,7 +68,7 @@ pub use node::NodeId;
 pub use options::{SMALL_BYTES, SyncPolicy, UnionOptions};
 pub use upper::{
     DiskInstance, DiskReader, DiskRecord, Driver, FileSystem, ImageName, Instance, META,
-    UpperError, UpperReader, driver_of,
+    UpperError, UpperReader, disk_path, driver_of,
 };
 
 /// The object of a search with `lseek` (`SEEK_DATA`, `SEEK_HOLE`).

@@ -253,12 +253,22 @@ impl ViewCache {
 }
 
 impl Views for ViewCache {
-    fn find(&self, image: &Arc<Image>, wanted: &WantedView) -> Result<FoundView, ViewFailure> {
-        let found = self.find_wanted(image, wanted)?;
-        Ok(FoundView {
+    fn find(
+        &self,
+        image: Option<&Arc<Image>>,
+        wanted: &WantedView,
+    ) -> Result<FoundView, ViewFailure> {
+        let image = image.ok_or("its image is not open")?;
+        Ok(self.find_wanted(image, wanted)?.into())
+    }
+}
+
+impl From<CachedView> for FoundView {
+    fn from(found: CachedView) -> Self {
+        FoundView {
             view: found.view,
             path: found.path,
-        })
+        }
     }
 }
 

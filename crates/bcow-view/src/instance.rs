@@ -1,12 +1,15 @@
 //! Writable disks over a view.
 
+use std::cell::Cell;
+use std::path::Path;
 use std::sync::Arc;
 
-use bcow::chain::WantedView;
-use bcow::format::{BackingEntry, BackingName};
+use bcow::chain::{
+    FoundView, NoDigests, NoUrls, Opener, Policy, Share, ViewFailure, Views, WantedView,
+};
+use bcow::format::BackingEntry;
 use bcow::{
-    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, Ledger, OpenOptions, Storage,
-    WritableDevice,
+    BlockDevice, CreateOptions, Disk, Error, Image, Ledger, OpenOptions, Storage, WritableDevice,
 };
 use bcow_ext4::Reader;
 
@@ -48,52 +51,85 @@ fn random_uuid() -> Result<[u8; 16], ViewError> {
     Ok(uuid)
 }
 
-/// Opens a disk over a view of `image`, without a look at the name that the disk has for the image.
-/// Fails if the disk was made over another image, or over none. With a ledger, as
-/// [`Disk::open_with_ledger`].
-pub fn open_instance(
-    storage: Arc<dyn Storage>,
-    image: &dyn ViewedImage,
-    cache: &ViewCache,
-    open: &OpenOptions,
-    ledger: Option<Arc<Ledger>>,
-) -> Result<Disk, Error> {
-    Disk::open_with_ledger(storage, open, &Given { image, cache }, ledger)
+/// A disk over a view of an image: its file, and where its view is.
+pub struct Instance<'a> {
+    pub storage: Arc<dyn Storage>,
+    /// The path of the file. Its snapshots are in the same directory.
+    pub path: &'a Path,
+    pub image: &'a dyn ViewedImage,
+    pub cache: &'a ViewCache,
+    pub options: &'a OpenOptions,
 }
 
-/// As [`open_instance`], for reading.
-pub fn read_instance(
-    storage: Arc<dyn Storage>,
-    image: &dyn ViewedImage,
-    cache: &ViewCache,
-    open: &OpenOptions,
-) -> Result<Arc<Image>, Error> {
-    Image::open_with_backings(storage, open, &Given { image, cache })
+impl Instance<'_> {
+    /// Opens the disk, without a look at the name that the file has for the image. Fails if the
+    /// disk was made over another image, or over none. With a ledger, as
+    /// [`Disk::open_with_ledger`]. Also returns the number of files on the longest path down from
+    /// the disk.
+    pub fn open(&self, ledger: Option<Arc<Ledger>>) -> Result<(Disk, u32), Error> {
+        self.with_opener(|opener| {
+            let storage = self.storage.clone();
+            let disk = Disk::open_with_ledger(storage, self.options, opener, ledger)?;
+            Ok((disk, opener.height()))
+        })
+    }
+
+    /// Opens the disk for reading. Also returns the files below it, the nearest first; the view is
+    /// the last one.
+    pub fn read(&self) -> Result<(Arc<Image>, Vec<Arc<Image>>), Error> {
+        self.with_opener(|opener| {
+            let storage = self.storage.clone();
+            let image = Image::open_with_backings(storage, self.options, opener)?;
+            let below = opener.files().into_iter().map(|file| file.image);
+            Ok((image, below.collect()))
+        })
+    }
+
+    fn with_opener<T>(
+        &self,
+        open: impl FnOnce(&Opener<'_>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let views = Given {
+            image: self.image,
+            cache: self.cache,
+            is_found: Cell::new(false),
+        };
+        let policy = Policy {
+            directories: &[],
+            digests: &NoDigests,
+            urls: &NoUrls,
+            views: &views,
+            share: Share::Lock,
+            options: self.options.clone(),
+        };
+        let opener = Opener::new(self.path, policy);
+        let opened = open(&opener).map_err(|error| match opener.problems().first() {
+            Some(problem) => Error::Unsupported(problem.to_string()),
+            None => error,
+        })?;
+        if views.is_found.get() {
+            Ok(opened)
+        } else {
+            Err(Error::Unsupported("it is over no view of an image".into()))
+        }
+    }
 }
 
-/// Resolves a view of a given image.
+/// Makes views of a given image.
 struct Given<'a> {
     image: &'a dyn ViewedImage,
     cache: &'a ViewCache,
+    /// Whether a disk has asked for one.
+    is_found: Cell<bool>,
 }
 
-impl BackingResolver for Given<'_> {
-    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        let unsupported = |problem: String| Err(Error::Unsupported(problem));
-        let BackingName::View {
-            layout, identity, ..
-        } = backing.name
-        else {
-            return unsupported(format!("{} is no view of an image", backing.name));
-        };
-        let wanted = WantedView {
-            layout,
-            bytes: backing.size,
-            identity,
-        };
-        match self.cache.find_wanted(self.image, &wanted) {
-            Ok(found) => Ok(Some(found.device().clone())),
-            Err(error) => unsupported(error.to_string()),
-        }
+impl Views for Given<'_> {
+    fn find(&self, _: Option<&Arc<Image>>, wanted: &WantedView) -> Result<FoundView, ViewFailure> {
+        self.is_found.set(true);
+        Ok(self.cache.find_wanted(self.image, wanted)?.into())
+    }
+
+    fn have_image(&self) -> bool {
+        true
     }
 }

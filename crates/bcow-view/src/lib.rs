@@ -71,7 +71,7 @@ pub use cache::{CachedView, ViewCache};
 pub use compare::{CompareError, Compared};
 pub use entries::{Removal, Remove, ViewEntry};
 pub use error::ViewError;
-pub use instance::{DEFAULT_BYTES, create_instance, open_instance, read_instance};
+pub use instance::{DEFAULT_BYTES, Instance, create_instance};
 pub use lay_out::{Options, View, lay_out};
 pub use numbers::{Numbers, ViewName};
 pub use place::{Fragment, Window};

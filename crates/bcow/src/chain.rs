@@ -72,7 +72,16 @@ impl Urls for NoUrls {
 pub trait Views {
     /// Returns the view of `image` that has this layout, size and identity, and the file that has
     /// it. Fails if this program makes another view of the image.
-    fn find(&self, image: &Arc<Image>, wanted: &WantedView) -> Result<FoundView, ViewFailure>;
+    fn find(
+        &self,
+        image: Option<&Arc<Image>>,
+        wanted: &WantedView,
+    ) -> Result<FoundView, ViewFailure>;
+    /// Whether the implementation has an image. Then the name that a disk has for its image does
+    /// not count, and [`Views::find`] gets none.
+    fn have_image(&self) -> bool {
+        false
+    }
 }
 
 /// The view that a disk needs.
@@ -102,7 +111,7 @@ pub type ViewFailure = Box<dyn std::error::Error + Send + Sync>;
 pub struct NoViews;
 
 impl Views for NoViews {
-    fn find(&self, _: &Arc<Image>, _: &WantedView) -> Result<FoundView, ViewFailure> {
+    fn find(&self, _: Option<&Arc<Image>>, _: &WantedView) -> Result<FoundView, ViewFailure> {
         Err("this program makes no views".into())
     }
 }
@@ -424,10 +433,15 @@ impl Level<'_> {
         let below = self.below(self.directory);
         // The view is listed before the files below it.
         let position = self.position();
-        let Some(image) = below.find(image) else {
-            return Err(None);
+        let views = self.opener.policy.views;
+        let image = if views.have_image() {
+            // The image.
+            below.height.set(1);
+            None
+        } else {
+            Some(below.find(image).ok_or(None)?)
         };
-        let found = self.opener.policy.views.find(&image, wanted);
+        let found = views.find(image.as_ref(), wanted);
         let FoundView { view, path } = found.map_err(ChainCause::View)?;
         self.list(position, name, Some(path), &view);
         Ok((view, below.height.get() + 1))

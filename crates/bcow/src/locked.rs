@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bcow_format::{
-    BackingEntry, HEADER_AREA_BYTES, Header, State, Use, choose_header, decode_backings,
-    incompatible,
+    BackingEntry, BackingName, HEADER_AREA_BYTES, Header, State, Use, choose_header,
+    decode_backings, incompatible,
 };
 
 use crate::Storage;
@@ -101,7 +101,7 @@ impl LockedFile {
                 .write(true)
                 .open(&path)
                 .map_err(LockFileError::Open)?;
-            match LockedFile::continue_with(file, &path, note) {
+            match LockedFile::lock(file, &path, note) {
                 // The previous holder of the lock has replaced the file.
                 Err(LockFileError::Replaced) => {}
                 outcome => return outcome,
@@ -111,9 +111,29 @@ impl LockedFile {
     }
 
     /// Continues with the file of a process that has ended: `file` has kept the lock, which belongs
-    /// to the open file description. Fails with [`LockFileError::Replaced`] if another file has the
+    /// to the open file description. Returns true with it. If that process was killed while it took
+    /// a snapshot, `file` is the snapshot, and has all data. Then this opens the new disk, which is
+    /// over it, and returns false. Fails with [`LockFileError::Replaced`] if another file has the
     /// name `path`.
-    pub fn continue_with(file: File, path: &Path, note: &str) -> Result<Self, LockFileError> {
+    pub fn continue_with(
+        file: File,
+        path: &Path,
+        note: &str,
+    ) -> Result<(Self, bool), LockFileError> {
+        let path = path.canonicalize().map_err(LockFileError::Open)?;
+        let over = File::open(&path).map_err(LockFileError::Open)?;
+        match backing_of(over).as_ref().map(|entry| &entry.name) {
+            Some(BackingName::FileName { name, .. })
+                if is_at(&file, &path.with_file_name(name)).unwrap_or(false) =>
+            {
+                Ok((LockedFile::open(&path, note)?, false))
+            }
+            _ => Ok((LockedFile::lock(file, &path, note)?, true)),
+        }
+    }
+
+    /// Locks an open file, which must be the one at `path`.
+    fn lock(file: File, path: &Path, note: &str) -> Result<Self, LockFileError> {
         let path = path.canonicalize().map_err(LockFileError::Open)?;
         let lock = FileLock::exclusive(&file, note).map_err(LockFileError::Lock)?;
         if is_at(&file, &path).map_err(LockFileError::Open)? {
@@ -136,6 +156,11 @@ impl LockedFile {
     pub(crate) fn has_numbers(&self, device: u64, inode: u64) -> bool {
         let metadata = self.file.metadata();
         metadata.is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == (device, inode))
+    }
+
+    /// Whether the path leads to the file.
+    pub(crate) fn has_its_name(&self) -> bool {
+        is_at(&self.file, &self.path).unwrap_or(false)
     }
 
     /// Lets readers lock the file. No writer can lock it as long as it is open. The change of the

@@ -10,10 +10,10 @@ use bcow::chain::directory_of;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::LiveDisk;
 use bcow::{BlockCache, BlockDevice, CreateOptions, Disk, OpenOptions};
+use bcow_mounts::control::{ServedDisk, register};
 use bcow_nbd::{Device, Export, FailureReport};
 use bcow_union::log::{self, Severity};
 
-use super::control;
 use crate::disks::{is_writable_disk, open_writable};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
@@ -95,13 +95,15 @@ impl Served {
 
     /// Answers requests of other commands. Returns the name of the socket.
     fn listen(&self, kind: &'static str) -> Option<String> {
-        let disks = self.disks.iter();
-        let disks = disks.map(|(path, disk)| (path.display().to_string(), Arc::downgrade(disk)));
-        let listening = control::listen(disks.collect(), kind);
-        let listening = listening.inspect_err(|error| {
-            log::log(Severity::Warning, &error.in_one_line());
+        let disks = self.disks.iter().map(|(path, disk)| {
+            let disk = ServedDisk {
+                name: path.display().to_string(),
+                disk: Arc::downgrade(disk),
+                command: kind,
+            };
+            register(Arc::new(disk), kind)
         });
-        listening.ok()
+        disks.last().flatten()
     }
 
     /// The directories of the disks in files.
@@ -185,7 +187,7 @@ impl Served {
             let closed = match Arc::try_unwrap(disk) {
                 Ok(disk) => disk.close(),
                 // Another reference exists, so the disk is only checkpointed.
-                Err(disk) => disk.checkpoint(),
+                Err(disk) => disk.with(bcow::Disk::checkpoint),
             };
             let closed = closed.context(|| format!("cannot close {}", path.display()));
             result = result.and(closed);

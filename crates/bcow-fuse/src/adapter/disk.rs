@@ -9,7 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use bcow::{BlockDevice, Space, WritableDevice};
+use bcow::operation::LiveDisk;
+use bcow::{BlockDevice, Disk, Ledger, Space, WritableDevice};
 use bcow_union::NodeId;
 use bcow_union::errors::{ErrorKind, ErrorLog, Failure};
 use fuser::{
@@ -110,11 +111,10 @@ impl DiskFile {
         self.errors.report(&failure, || vec!["the disk".to_owned()]);
         if operation != Operation::Read {
             self.lifetime.lose(errno);
-            if let Device::Writable(disk) = &self.device
-                && let Some(ledger) = disk.ledger()
-            {
+            if let Device::Writable(disk) = &self.device {
                 // The page exists, so this does not fail. It is only for the report at the end.
-                let _ = ledger.set_lost(errno.raw_os_error());
+                let set_lost = |ledger: &Ledger| ledger.set_lost(errno.raw_os_error());
+                let _ = disk.with(|disk| disk.ledger().map(set_lost));
             }
         }
         errno
@@ -125,7 +125,7 @@ impl DiskFile {
         &self,
         operation: Operation,
         offset: Option<u64>,
-        change: impl FnOnce(&bcow::Disk) -> Result<(), bcow::Error>,
+        change: impl FnOnce(&LiveDisk) -> Result<(), bcow::Error>,
     ) -> Result<(), Errno> {
         match &self.device {
             Device::Writable(disk) => {
@@ -145,10 +145,10 @@ impl DiskFile {
             _ if bytes < disk.size() || !bytes.is_multiple_of(BLOCK_BYTES.into()) => {
                 Err(Errno::INVAL)
             }
-            _ if bytes > disk.largest_size() => Err(Errno::FBIG),
+            _ if bytes > disk.with(Disk::largest_size) => Err(Errno::FBIG),
             _ if bytes == disk.size() => Ok(()),
             // An error leaves the disk as it was, so no data is lost.
-            _ => disk.resize(bytes).map_err(|error| {
+            _ => disk.with(|disk| disk.resize(bytes)).map_err(|error| {
                 tracing::warn!("cannot grow the disk to {bytes} bytes: {error}");
                 errno(&error)
             }),

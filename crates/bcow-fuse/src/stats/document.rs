@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use bcow::{BlockDevice, CacheFigures};
+use bcow::{BlockDevice, CacheFigures, Disk};
 use bcow_union::errors::{ErrorKind, ErrorLog, RecordedError};
 use serde::{Deserialize, Serialize};
 
@@ -160,11 +160,11 @@ pub struct DiskFigures {
     pub sync: String,
     /// Whether the mount can change the disk.
     pub is_writable: bool,
-    /// Flushes of the disk since the mount.
+    /// Flushes of the disk since the mount, or since its last snapshot.
     pub flushes: u64,
-    /// Checkpoints of the disk since the mount.
+    /// Checkpoints of the disk since then.
     pub checkpoints: u64,
-    /// Blocks that were written in part and completed from the backing, since the mount.
+    /// Blocks that were written in part and completed from the backing, since then.
     pub filled_blocks: u64,
     /// Jobs that wait in the background.
     pub waiting_blocks: u64,
@@ -318,7 +318,7 @@ impl Errors {
 impl DiskFigures {
     pub(super) fn of(disk: &DiskUse) -> Self {
         let open = disk.disk.upgrade();
-        let figures = open.as_ref().map(|disk| disk.statistics());
+        let figures = open.as_ref().map(|disk| disk.with(Disk::statistics));
         let figures = figures.unwrap_or_default();
         DiskFigures {
             path: disk.path.to_string_lossy().into_owned(),
@@ -328,7 +328,7 @@ impl DiskFigures {
                 .map(|upper| upper.to_string_lossy().into_owned()),
             // A disk can grow while it is mounted.
             size_bytes: open.as_ref().map_or(disk.size, |disk| disk.size()),
-            largest_bytes: open.as_ref().map(|disk| disk.largest_size()),
+            largest_bytes: open.as_ref().map(|disk| disk.with(Disk::largest_size)),
             filesystem: disk.filesystem.to_owned(),
             loop_device: disk.loop_device.to_string_lossy().into_owned(),
             sync: match disk.barriers {

@@ -15,6 +15,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use bcow::format::hex;
+use bcow::operation::LiveDisk;
 use bcow::{BlockCache, Disk};
 use bcow_union::NodeId;
 use bcow_union::errors::{ErrorLog, Subject};
@@ -119,7 +120,7 @@ struct Mounted {
 /// The disk of a mount with the kernel driver.
 pub(crate) struct DiskUse {
     /// The disk, as long as it is open; never for an address space that does not change.
-    pub(crate) disk: Weak<Disk>,
+    pub(crate) disk: Weak<LiveDisk>,
     pub(crate) path: PathBuf,
     /// The upper that the disk belongs to.
     pub(crate) upper: Option<PathBuf>,
@@ -246,7 +247,7 @@ impl MountStats {
     pub(crate) fn release_memory(&self) {
         if let Some(disk) = self.disk.get().and_then(|used| used.disk.upgrade()) {
             // The next flush meets an error again.
-            let _ = disk.release_memory();
+            let _ = disk.with(Disk::release_memory);
         }
         self.about.cache.release();
     }

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use bcow::{BlockDevice, Disk, LockFileError, LockedFile, OpenOptions};
+use bcow::operation::LiveDisk;
+use bcow::{BlockDevice, LockFileError, LockedFile, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::kernel::{self, Barriers, Device, DiskFiles, DiskMount, Kind};
@@ -51,31 +52,10 @@ pub struct Opened {
     grows_to: Option<u64>,
     /// What the next process of a pool needs to continue with the disk.
     disk_files: Option<DiskFiles>,
-    /// Dropped after the disk.
-    lock: DiskLock,
+    /// The upper, locked. Dropped after the disk.
+    upper: Option<DiskInstance>,
     fetching: Option<Fetching>,
     recording: Option<Recording>,
-}
-
-/// The lock of a disk.
-enum DiskLock {
-    /// A sealed file has none.
-    None,
-    Disk {
-        file: LockedFile,
-    },
-    Upper(DiskInstance),
-}
-
-impl DiskLock {
-    /// The open file of a disk that can change.
-    fn file(&self) -> Option<&File> {
-        match self {
-            DiskLock::None => None,
-            DiskLock::Disk { file } => Some(file.file()),
-            DiskLock::Upper(instance) => instance.disk_file(),
-        }
-    }
 }
 
 /// Opens the disk, and returns it if the kernel shall mount it. Checks the metadata of an image,
@@ -198,6 +178,7 @@ fn open_asked(
     } = opened;
     let marked = instance.refuse_after_volatile(args.upper.sync);
     marked.map_err(|error| cannot_use(&error))?;
+    let identity = image.identity();
     if !kernel::detect(&disk).is_ok_and(|kind| kind == Kind::Ext4) {
         return Err(CommandError::new(format!(
             "the disk of the upper {} holds no ext4",
@@ -211,12 +192,7 @@ fn open_asked(
         grows_to,
         disk_files,
         fetching: ahead::start(args, &image),
-        ..Opened::new(
-            device,
-            image.identity(),
-            instance.disk_path(),
-            DiskLock::Upper(instance),
-        )
+        ..Opened::new(device, identity, instance.disk_path(), Some(instance))
     })
 }
 
@@ -314,24 +290,24 @@ fn open_writable(
     ledger_use: LedgerUse<'_>,
 ) -> Result<Opened, CommandError> {
     let below = Below::new(&args.stores, options)?;
-    let file = match ledger_use.kept_file()? {
+    let (file, continues) = match ledger_use.kept_file()? {
         Some(file) => {
             let path = disk_path(args);
             let continued = LockedFile::continue_with(file, path, &lock_note("mount"));
             continued.map_err(|error| cannot_lock(args.image.shown(), path, &error))?
         }
-        None => lock_when_free(args, host)?,
+        None => (lock_when_free(args, host)?, true),
     };
-    let ledger = ledger_use.open()?;
+    let ledger = ledger_use.of_disk(continues).open()?;
     let noted = ledger.as_ref().map(OpenLedger::ledger);
-    let disk: Disk = below.open_disk(args.image.shown(), &file, noted)?;
+    let (disk, height) = below.open_disk(args.image.shown(), &file, noted)?;
     let disk_files = ledger.map(|ledger| ledger.files(file.file())).transpose()?;
     let identity = disk.identity_hash();
     let path = args.image.absolute().into();
-    let device = Device::Writable(Arc::new(disk));
+    let device = Device::Writable(Arc::new(LiveDisk::new(disk, file, height)));
     Ok(Opened {
         disk_files,
-        ..Opened::new(device, identity, path, DiskLock::Disk { file })
+        ..Opened::new(device, identity, path, None)
     })
 }
 
@@ -347,7 +323,7 @@ fn open_sealed(args: &MountArgs, options: &OpenOptions) -> Result<Opened, Comman
         files,
         why_served,
         fetching: ahead::start(args, &image),
-        ..Opened::new(device, image.identity(), path, DiskLock::None)
+        ..Opened::new(device, image.identity(), path, None)
     })
 }
 
@@ -403,7 +379,7 @@ pub fn mount(
 
 impl Opened {
     /// A disk that is to be mounted as it is.
-    fn new(device: Device, identity: [u8; 32], path: PathBuf, lock: DiskLock) -> Self {
+    fn new(device: Device, identity: [u8; 32], path: PathBuf, upper: Option<DiskInstance>) -> Self {
         Opened {
             device,
             identity,
@@ -413,7 +389,7 @@ impl Opened {
             why_served: None,
             grows_to: None,
             disk_files: None,
-            lock,
+            upper,
             fetching: None,
             recording: None,
         }
@@ -431,10 +407,8 @@ impl Opened {
     where
         S: FnOnce(DiskMount, Arc<MountStats>, usize) -> Result<KernelSession, CommandError>,
     {
-        let upper = match &self.lock {
-            DiskLock::Upper(instance) => Some(instance.path().to_owned()),
-            _ => None,
-        };
+        let instance = self.upper;
+        let upper = instance.as_ref().map(|upper| upper.path().to_owned());
         let driver = ServedBy {
             name: "kernel".to_owned(),
             reason: self.reason,
@@ -443,25 +417,18 @@ impl Opened {
         let about = about(args, host, self.identity, driver, recording);
         let stats = Arc::new(MountStats::new(about));
         let is_sealed = matches!(self.device, Device::ReadOnly(_));
-        let lock = self.lock;
-        let open_file = lock.file().map(File::try_clone).transpose();
-        let open_file = open_file.context(|| {
-            let name = args.image.absolute();
-            format!("cannot open {} again", name.display())
-        })?;
         let release = move |has_all: bool| {
-            if let (true, DiskLock::Upper(instance)) = (has_all, &lock) {
+            if let (true, Some(instance)) = (has_all, &instance) {
                 // A clean end: the host's kernel has all data. If the note stays, it only counts
                 // after a crash of the machine.
                 let _ = instance.forget_volatile();
             }
-            drop(lock);
+            drop(instance);
         };
         let disk = DiskMount {
             device: self.device,
             path: self.path,
             upper,
-            file: open_file,
             barriers: match args.upper.sync {
                 SyncPolicy::Volatile => Barriers::Off,
                 _ => Barriers::On,

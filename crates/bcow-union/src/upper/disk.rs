@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use bcow::format::hex;
 use bcow::lock::FileLock;
-use bcow::{NewFile, Storage};
-use rustix::fs::{AtFlags, Mode, OFlags};
+use bcow::{LockFileError, LockedFile, NewFile, Storage};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::beneath::open_regular;
@@ -54,16 +54,10 @@ pub struct DiskInstance {
     root: OwnedFd,
     meta: OwnedFd,
     record: Option<DiskRecord>,
-    disk: Option<OpenDisk>,
+    disk: Option<LockedFile>,
+    /// See [`DiskInstance::continues`].
+    continues: bool,
     /// Dropped after the disk.
-    _lock: FileLock,
-}
-
-/// The open disk, locked against other writers.
-#[derive(Debug)]
-struct OpenDisk {
-    file: Arc<File>,
-    /// Dropped after the file's last other use.
     _lock: FileLock,
 }
 
@@ -133,6 +127,7 @@ impl DiskInstance {
                 _ => None,
             },
             disk: None,
+            continues: true,
             _lock: lock,
         };
         instance.remove_temporaries();
@@ -141,7 +136,9 @@ impl DiskInstance {
                 let file = rustix::io::fcntl_dupfd_cloexec(file, 0)
                     .map_err(|errno| UpperError::io(&instance.disk_path(), "open it", errno))?;
                 let disk = instance.lock_disk(file.into(), note)?;
-                Some(disk.ok_or_else(|| replaced(path))?)
+                let (disk, continues) = disk.ok_or_else(|| replaced(path))?;
+                instance.continues = continues;
+                Some(disk)
             }
             None => instance.open_disk(note)?,
         };
@@ -164,13 +161,23 @@ impl DiskInstance {
 
     /// The bytes of the disk; `None` if it is still to be made.
     pub fn disk(&self) -> Option<Arc<dyn Storage>> {
-        let disk = self.disk.as_ref()?;
-        Some(Arc::clone(&disk.file) as Arc<dyn Storage>)
+        self.disk.as_ref().map(LockedFile::storage)
     }
 
     /// The open file of the disk.
     pub fn disk_file(&self) -> Option<&File> {
-        self.disk.as_ref().map(|disk| &*disk.file)
+        self.disk.as_ref().map(LockedFile::file)
+    }
+
+    /// Whether the disk is that of the process that has ended, and not a new one over it: see
+    /// [`LockedFile::continue_with`].
+    pub fn continues(&self) -> bool {
+        self.continues
+    }
+
+    /// Hands the file of the disk over, with its lock. The lock of the upper stays.
+    pub fn take_disk(&mut self) -> Option<LockedFile> {
+        self.disk.take()
     }
 
     /// Begins the file of the disk. It gets its name by [`DiskInstance::complete_disk`].
@@ -225,6 +232,15 @@ impl DiskInstance {
         Ok(())
     }
 
+    /// Records that the file system has `size` bytes, if it was larger.
+    pub fn shrink_to(&mut self, size: u64) -> Result<(), UpperError> {
+        let Some(record) = self.record.as_mut().filter(|record| record.size > size) else {
+            return Ok(());
+        };
+        record.size = size;
+        record::write(record, self.meta.as_fd(), &self.path)
+    }
+
     /// Refuses an upper whose last use was volatile and did not end before a reboot. Leaves a note
     /// if this use is volatile.
     pub fn refuse_after_volatile(&self, policy: SyncPolicy) -> Result<(), UpperError> {
@@ -247,31 +263,35 @@ impl DiskInstance {
         }
     }
 
-    fn open_disk(&self, note: &str) -> Result<Option<OpenDisk>, UpperError> {
+    fn open_disk(&self, note: &str) -> Result<Option<LockedFile>, UpperError> {
         for _ in 0..MAX_REPLACEMENTS {
             let Some(file) = open_disk_file(self.meta.as_fd(), &self.path, OFlags::RDWR)? else {
                 return Ok(None);
             };
             require_own(file.as_fd(), self.disk_path())?;
             // The previous holder of the lock may have replaced the file.
-            if let Some(disk) = self.lock_disk(file, note)? {
+            if let Some((disk, _)) = self.lock_disk(file, note)? {
                 return Ok(Some(disk));
             }
         }
         Err(replaced(&self.path))
     }
 
-    /// Locks the file of the disk; `None` if another file has its name.
-    fn lock_disk(&self, file: File, note: &str) -> Result<Option<OpenDisk>, UpperError> {
-        let lock = FileLock::exclusive(&file, note)
-            .map_err(|holder| UpperError::InUse(self.path.clone(), holder))?;
-        let there = rustix::fs::statat(&self.meta, DISK, AtFlags::SYMLINK_NOFOLLOW);
-        let is_there = matches!((there, rustix::fs::fstat(&file)), (Ok(there), Ok(locked))
-            if (there.st_dev, there.st_ino) == (locked.st_dev, locked.st_ino));
-        Ok(is_there.then(|| OpenDisk {
-            file: Arc::new(file),
-            _lock: lock,
-        }))
+    /// As [`LockedFile::continue_with`]; `None` if another file has its name.
+    fn lock_disk(&self, file: File, note: &str) -> Result<Option<(LockedFile, bool)>, UpperError> {
+        match LockedFile::continue_with(file, &self.disk_path(), note) {
+            Ok(disk) => Ok(Some(disk)),
+            Err(LockFileError::Replaced) => Ok(None),
+            Err(LockFileError::Lock(holder)) => Err(UpperError::InUse(self.path.clone(), holder)),
+            Err(error) => {
+                let errno = match &error {
+                    LockFileError::Open(error) => Errno::from_io_error(error),
+                    _ => None,
+                };
+                let errno = errno.unwrap_or(Errno::IO);
+                Err(UpperError::io(&self.disk_path(), "open it", errno))
+            }
+        }
     }
 }
 
@@ -337,7 +357,8 @@ impl DiskReader {
     }
 }
 
-fn disk_path(upper: &Path) -> PathBuf {
+/// The path of the disk of an upper of the kernel driver.
+pub fn disk_path(upper: &Path) -> PathBuf {
     upper.join(META).join(DISK)
 }
 

@@ -33,7 +33,7 @@ mod volatile;
 pub(crate) mod work;
 pub(crate) mod xattr;
 
-pub use disk::{DiskInstance, DiskReader, driver_of};
+pub use disk::{DiskInstance, DiskReader, disk_path, driver_of};
 pub use driver::Driver;
 pub use error::{MarkError, ReadMarksError, UpperError};
 pub use instance::{Instance, Provenance};

@@ -10,7 +10,7 @@ use super::open::layout_for_writes;
 use super::{Disk, Layout};
 use crate::storage::Storage;
 use crate::sync::Arc;
-use crate::{BlockCache, BlockDevice, Error, Image, OneBacking, OpenOptions};
+use crate::{BlockCache, BlockDevice, Error, Image, Ledger, OneBacking, OpenOptions};
 
 /// log2 of the region size of files with sub-block tables: 4 MiB.
 const REGION_SHIFT: u8 = 22;
@@ -147,6 +147,16 @@ impl Disk {
         backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
         open: &OpenOptions,
     ) -> Result<Disk, Error> {
+        Disk::create_with_ledger(storage, options, backing, open, None)
+    }
+
+    fn create_with_ledger(
+        storage: Arc<dyn Storage>,
+        options: &CreateOptions,
+        backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
+        open: &OpenOptions,
+        ledger: Option<Arc<Ledger>>,
+    ) -> Result<Disk, Error> {
         let region_shift = options.region_shift()?;
         let log_bytes = options.log_bytes;
         let mut end = SECTOR_BYTES + log_bytes;
@@ -195,16 +205,17 @@ impl Disk {
         }
         storage.make_durable()?;
         let backing = OneBacking(backing.map(|(_, device)| device));
-        Disk::open(storage, open, &backing)
+        Disk::open_with_ledger(storage, open, &backing, ledger)
     }
 
     /// Same as [`Disk::create`], with the properties and the cache of this disk, and over this
     /// disk, whose file gets the name `name`. The caller has written a checkpoint, and does not
-    /// write to this disk any more.
+    /// write to this disk any more. `ledger` is an empty one, as for [`Disk::open_with_ledger`].
     pub fn create_over(
         self: &Arc<Self>,
         name: String,
         storage: Arc<dyn Storage>,
+        ledger: Option<Arc<Ledger>>,
     ) -> Result<Disk, Error> {
         let entry = BackingEntry {
             name: BackingName::FileName {
@@ -223,11 +234,12 @@ impl Disk {
             cache: self.inner.cache.clone(),
             ..OpenOptions::default()
         };
-        Disk::create(
+        Disk::create_with_ledger(
             storage,
             &options,
             Some((entry, self.clone() as Arc<dyn BlockDevice>)),
             &open,
+            ledger,
         )
     }
 

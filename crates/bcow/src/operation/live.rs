@@ -1,11 +1,13 @@
 //! A disk of which a snapshot can be taken while programs read and write it.
 
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::snapshot::{SnapshotError, Snapshotted, snapshot};
 use crate::disk::Gate;
-use crate::{BlockDevice, Disk, Error, LockedFile, Space, Status, WritableDevice};
+use crate::{BlockDevice, Disk, Error, Ledger, LockedFile, Space, Status, WritableDevice};
 
 /// An open disk. Its operations wait while a snapshot is taken.
 pub struct LiveDisk(Gate<Top>);
@@ -35,15 +37,37 @@ impl LiveDisk {
         top.file.has_numbers(device, inode)
     }
 
+    /// Runs `work` with the disk that takes the writes now. No snapshot is taken meanwhile.
+    pub fn with<T>(&self, work: impl FnOnce(&Disk) -> T) -> T {
+        work(&self.0.enter().disk)
+    }
+
+    /// Whether the file of the disk has no name any more.
+    pub fn is_removed(&self) -> bool {
+        let top = self.0.enter();
+        let metadata = top.file.file().metadata();
+        metadata.is_ok_and(|metadata| metadata.nlink() == 0)
+    }
+
     /// Makes the present content the snapshot `name`, as [`snapshot`]. Returns the path of the
     /// snapshot. After a failure, the disk continues with its file.
-    pub fn snapshot(&self, name: &str, note: &str) -> Result<PathBuf, SnapshotError> {
+    ///
+    /// From now on, the disk has `ledger`. `is_replaced` is called with its new file, before any
+    /// operation continues.
+    pub fn snapshot(
+        &self,
+        name: &str,
+        note: &str,
+        ledger: Option<Arc<Ledger>>,
+        is_replaced: impl FnOnce(&File),
+    ) -> Result<PathBuf, SnapshotError> {
         // Most data is durable before the operations have to wait.
         self.flush().map_err(SnapshotError::Disk)?;
         let mut closed = self.0.close();
         let top = closed.get();
         let Snapshotted { disk, file, path } =
-            snapshot(&top.disk, &top.file, name, top.height, note)?;
+            snapshot(&top.disk, &top.file, name, top.height, note, ledger)?;
+        is_replaced(file.file());
         let height = top.height + 1;
         closed.replace(Top {
             disk: Arc::new(disk),
@@ -51,11 +75,6 @@ impl LiveDisk {
             height,
         });
         Ok(path)
-    }
-
-    /// Makes everything durable in tables, as [`Disk::checkpoint`].
-    pub fn checkpoint(&self) -> Result<(), Error> {
-        self.0.enter().disk.checkpoint()
     }
 
     /// Closes the disk, as [`Disk::close`].

@@ -33,7 +33,8 @@ use crate::lock::{FileLock, LockError};
 use crate::locked::{backing_of, mark_snapshot};
 use crate::new_file::parent_of;
 use crate::{
-    BlockDevice, Content, Disk, Error, LockedFile, NewFile, NewFileError, Space, WritableDevice,
+    BlockDevice, Content, Disk, Error, Ledger, LockedFile, NewFile, NewFileError, Space,
+    WritableDevice,
 };
 
 /// Between the file name of a disk and the name of its snapshot.
@@ -67,6 +68,9 @@ pub enum SnapshotError {
     /// The disk is on a block device, which has no place for a second file.
     #[error("it is no regular file")]
     NoRegularFile,
+    /// The file of the disk has another name now, or was removed.
+    #[error("another file has its name now")]
+    Moved,
     /// There is a file with the name of the snapshot.
     #[error("{} exists", .0.display())]
     Exists(PathBuf),
@@ -116,16 +120,20 @@ pub fn snapshot_name<'f>(disk: &str, file: &'f str) -> Option<&'f str> {
 /// it. `disk` is open in `file`, with `height` files below it; the caller has stopped all its
 /// writers. `note` names this process to other writers.
 ///
-/// The new disk reads through `disk`.
+/// The new disk reads through `disk`. It has `ledger`, an empty one.
 pub fn snapshot(
     disk: &Arc<Disk>,
     file: &LockedFile,
     name: &str,
     height: u32,
     note: &str,
+    ledger: Option<Arc<Ledger>>,
 ) -> Result<Snapshotted, SnapshotError> {
     if height >= MAX_DEPTH {
         return Err(SnapshotError::TooDeep);
+    }
+    if !file.has_its_name() {
+        return Err(SnapshotError::Moved);
     }
     if !file
         .file()
@@ -151,7 +159,7 @@ pub fn snapshot(
     let copied = || new.file().try_clone().map_err(SnapshotError::Host);
     // A writer that opens the disk from the exchange on meets this lock.
     let lock = FileLock::exclusive(new.file(), note).map_err(SnapshotError::Lock)?;
-    let over = disk.create_over(file_name.to_owned(), Arc::new(copied()?));
+    let over = disk.create_over(file_name.to_owned(), Arc::new(copied()?), ledger);
     let over = over.map_err(SnapshotError::New)?;
     let new_file = LockedFile::of(copied()?, file.path().to_owned(), lock);
     new.complete().map_err(|error| {

@@ -458,7 +458,7 @@ impl Chain {
         let below = Arc::new(self.disk.take().expect("the top is open"));
         below.checkpoint().unwrap();
         let storage = Arc::new(MemoryStorage::default());
-        let over = below.create_over("below".into(), storage.clone());
+        let over = below.create_over("below".into(), storage.clone(), None);
         let shown = self.top().content.clone();
         assert!(content(&over.unwrap()) == shown);
         Arc::into_inner(below).expect("the last").close().unwrap();

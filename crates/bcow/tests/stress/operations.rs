@@ -279,7 +279,7 @@ fn a_power_cut_in_a_snapshot_changes_no_content() {
         disk.flush().unwrap();
         let (flushed, shown) = (done(), content(&*disk));
         disk.checkpoint().unwrap();
-        let over = disk.create_over("top@one".into(), files[1].clone());
+        let over = disk.create_over("top@one".into(), files[1].clone(), None);
         // Here the files exchange their names.
         let exchanged = done();
         let mut cuts = 0;
@@ -539,7 +539,7 @@ fn a_snapshot_never_changes_and_the_disk_over_it_continues() {
     let shown = files(directory.path());
     let (disk, file, height) = open_named(directory.path(), "top");
     assert_eq!(height, 1);
-    let taken = snapshot(&disk, &file, "one", height, "a test").unwrap();
+    let taken = snapshot(&disk, &file, "one", height, "a test", None).unwrap();
     assert_eq!(taken.path.file_name(), Some("top@one".as_ref()));
     let refused = lock("top").unwrap_err();
     assert_eq!(refused.to_string(), "it is being written by a test");
@@ -556,7 +556,7 @@ fn a_snapshot_never_changes_and_the_disk_over_it_continues() {
     assert_eq!(height, 2);
     assert!(content(&*disk) == changed);
     let again = |name: &str, height| {
-        snapshot(&disk, &file, name, height, "a test")
+        snapshot(&disk, &file, name, height, "a test", None)
             .err()
             .unwrap()
     };
@@ -583,13 +583,16 @@ fn a_file_that_an_interrupted_snapshot_left_is_replaced() {
     let (disk, file, height) = open_named(directory.path(), "top");
     // As after a crash in front of the exchange.
     let unfinished = Arc::new(std::fs::File::create_new(path("top@one")).unwrap());
-    drop(disk.create_over("top@one".into(), unfinished).unwrap());
+    drop(
+        disk.create_over("top@one".into(), unfinished, None)
+            .unwrap(),
+    );
     let file_there = std::fs::File::open(path("top@one")).unwrap();
     assert_eq!(snapshot_time(&file_there, &path("top@one")), None);
     let opener = Opener::new(&path("top@one"), policy());
     Image::open_with_backings(Arc::new(file_there), &options(), &opener).unwrap();
     assert!(matches!(opener.problems()[0].cause, ChainCause::TooDeep));
-    let taken = snapshot(&disk, &file, "one", height, "a test").unwrap();
+    let taken = snapshot(&disk, &file, "one", height, "a test", None).unwrap();
     assert!(content(&taken.disk) == shown);
 }
 

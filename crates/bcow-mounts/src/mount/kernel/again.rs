@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow::lock::LockError;
-use bcow::{Disk, LockFileError, LockedFile};
+use bcow::operation::LiveDisk;
+use bcow::{LockFileError, LockedFile};
 use bcow_fuse::kernel::{Device, DiskFiles, DiskHandover};
 use bcow_fuse::{KernelSession, MountOptions};
 use bcow_images::disks::{cannot_lock, is_writable_disk, lock_note};
@@ -101,7 +102,7 @@ impl Opened {
         let Device::Writable(disk) = self.device else {
             return Ok(());
         };
-        let closed = Arc::into_inner(disk).map_or(Ok(()), Disk::close);
+        let closed = Arc::into_inner(disk).map_or(Ok(()), LiveDisk::close);
         closed.context(|| format!("cannot close the disk {}", self.path.display()))
     }
 

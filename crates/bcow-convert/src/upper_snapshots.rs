@@ -1,0 +1,333 @@
+//! Snapshots of the uppers of writable mounts, forks of them, and the way back to a snapshot.
+//!
+//! An upper of the kernel driver has a disk, and its snapshots are those of the disk. The disk is
+//! over a view of an image; none of the operations reads the image. A fork is an upper with hard
+//! links of the snapshot and of the snapshots below it, under the same names. So each file exists
+//! as long as an upper needs it.
+
+use std::fs::{DirBuilder, File, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::chain::MAX_DEPTH;
+use bcow::format::{BackingEntry, BackingName};
+use bcow::lock::FileLock;
+use bcow::operation::{Snapshotted, snapshot, sync_directory_of};
+use bcow::{
+    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, LockFileError, LockedFile,
+    OpenOptions, UnreadBackings, backing_of,
+};
+use bcow_images::disks::{cannot_lock, lock_note};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::new_file::NewFile;
+use bcow_images::requests::{ask, cannot_snapshot};
+use bcow_images::running::LOCK_IN_UPPER;
+use bcow_images::snapshots::find_snapshot;
+use bcow_images::upper::cannot_use;
+use bcow_union::{DiskInstance, Driver, META, SyncPolicy, UpperError, disk_path};
+use rustix::fs::{CWD, Mode, RenameFlags, renameat_with};
+
+use crate::snapshots::{ForkedDisk, RemovedSnapshot, free_name, remove_from, require_nothing_over};
+use crate::work::Work;
+
+/// The record of an upper, and its name for the size of the file system.
+const RECORD: &str = "instance.json";
+const SIZE: &str = "size";
+/// Permission bits with which other users can write.
+const OTHERS_WRITE: u32 = 0o022;
+/// The view and the image, below the files of a disk.
+const BELOW_FILES: usize = 2;
+
+/// An upper of the kernel driver that no other process uses.
+struct LockedUpper {
+    /// The disk. Its lock is released first.
+    file: LockedFile,
+    instance: DiskInstance,
+}
+
+impl LockedUpper {
+    fn open(upper: &Path, command: &str) -> Result<Self, CommandError> {
+        require_kernel_driver(upper)?;
+        let instance = DiskInstance::open_existing(upper, &lock_note(command));
+        let mut instance = instance.map_err(|error| cannot_use(&error))?;
+        match (instance.take_disk(), instance.record()) {
+            (Some(file), Some(_)) => Ok(LockedUpper { file, instance }),
+            _ => Err(cannot_use(&UpperError::Incomplete(upper.to_owned()))),
+        }
+    }
+
+    /// Makes the content of the disk its snapshot `name`.
+    fn snapshot(&self, name: &str) -> Result<Snapshotted, CommandError> {
+        let upper = self.instance.path();
+        let refused = self.instance.refuse_after_volatile(SyncPolicy::Strict);
+        refused.map_err(|error| cannot_use(&error))?;
+        let cannot = || format!("cannot take a snapshot of {}", upper.display());
+        let below = chain(self.file.path())?;
+        let height = below.len() - 1 + BELOW_FILES;
+        let options = OpenOptions::default();
+        let disk = Disk::open(self.file.storage(), &options, &UnreadBackings).context(cannot)?;
+        let (height, note) = (height as u32, lock_note("snapshot"));
+        snapshot(&Arc::new(disk), &self.file, name, height, &note, None)
+            .map_err(|error| cannot_snapshot(upper.display(), &error))
+    }
+}
+
+fn require_kernel_driver(upper: &Path) -> Result<(), CommandError> {
+    match bcow_union::driver_of(upper).map_err(|error| cannot_use(&error))? {
+        Some(Driver::Kernel) => Ok(()),
+        _ => Err(
+            CommandError::new(format!("cannot use the upper {}", upper.display()))
+                .caused_by_text("snapshots of an upper of the FUSE driver are not supported yet"),
+        ),
+    }
+}
+
+/// Makes the content of the upper at `upper` its snapshot `name`. If it is mounted, the process of
+/// the mount does it. Returns the path of the snapshot.
+pub fn take_upper_snapshot(upper: &Path, name: &str) -> Result<PathBuf, CommandError> {
+    let error = match LockedUpper::open(upper, "snapshot") {
+        Ok(locked) => return Ok(locked.snapshot(name)?.path),
+        Err(error) => error,
+    };
+    if error.may_pass() && ask(&upper.join(LOCK_IN_UPPER), upper.display(), name)? {
+        find_snapshot(upper.display(), &disk_path(upper), name)
+    } else {
+        Err(error)
+    }
+}
+
+/// Removes the snapshot `name` of the upper at `upper`. If the disk or another snapshot is over it,
+/// that one takes its data first.
+pub fn remove_upper_snapshot(
+    upper: &Path,
+    name: &str,
+    work: &Work<'_>,
+) -> Result<RemovedSnapshot, CommandError> {
+    let LockedUpper { file, instance } = LockedUpper::open(upper, "snapshot rm")?;
+    let open = |file: &LockedFile| {
+        let options = OpenOptions::default();
+        let directory = file.path().parent().unwrap_or(Path::new("/"));
+        Disk::open(file.storage(), &options, &Beside(directory))
+            .context(|| format!("cannot open {}", file.path().display()))
+    };
+    let removed = remove_from(file, &upper.display().to_string(), name, &open, work);
+    drop(instance);
+    removed
+}
+
+/// Replaces the disk of the upper at `upper` by an empty one over its snapshot `name`. What the
+/// disk had becomes the snapshot `keep`; without one, its data since its last snapshot is lost.
+pub fn roll_back_upper(
+    upper: &Path,
+    name: &str,
+    keep: Option<&str>,
+) -> Result<ForkedDisk, CommandError> {
+    let mut locked = LockedUpper::open(upper, "rollback")?;
+    let cannot = || format!("cannot roll back {}", upper.display());
+    let path = locked.file.path().to_owned();
+    let target = find_snapshot(upper.display(), &path, name)?;
+    // All that can fail comes before the snapshot.
+    let new = NewFile::replace(&path)?;
+    let forked = write_over(&target, new.file())?;
+    // A record may have less than the disk, and not more.
+    let recorded = locked.instance.shrink_to(forked.bytes);
+    recorded.map_err(|error| cannot_use(&error))?;
+    match keep {
+        Some(keep) => locked.file = locked.snapshot(keep)?.file,
+        None => require_nothing_over(&locked.file, upper.display())?,
+    }
+    new.inner()
+        .take_attributes(locked.file.file())
+        .context(cannot)?;
+    new.complete()?;
+    // A snapshot is durable, also that of a volatile mount.
+    let _ = locked.instance.forget_volatile();
+    Ok(forked)
+}
+
+/// Makes a new upper at `new` that begins with the snapshot `name` of the upper at `from`. Without a
+/// name, it takes a snapshot first.
+pub fn fork_upper(from: &Path, name: Option<&str>, new: &Path) -> Result<ForkedDisk, CommandError> {
+    require_kernel_driver(from)?;
+    let cannot = || format!("cannot create {}", new.display());
+    let begun = NewDirectory::begin(new).context(cannot)?;
+    let path = disk_path(from);
+    let device = |path: &Path| path.metadata().map(|metadata| metadata.dev());
+    if device(&begun.path).context(cannot)? != device(&path).context(cannot)? {
+        return Err(CommandError::new(cannot())
+            .caused_by_text("it is in another file system than the upper, whose files it shares"));
+    }
+    let snapshot = match name {
+        Some(name) => find_snapshot(from.display(), &path, name)?,
+        None => take_upper_snapshot(from, &free_name(&path)?)?,
+    };
+    let meta = begun.path.join(META);
+    private().create(&meta).context(cannot)?;
+    let mut locked = Vec::new();
+    for file in chain(&snapshot)? {
+        let open = File::open(&file).context(cannot)?;
+        // A removal of one of them waits for this lock, and finds the new link then.
+        // Its owner could change it, and the kernel trusts the file system of a fork.
+        let metadata = open.metadata().context(cannot)?;
+        let own = rustix::process::geteuid().as_raw();
+        if ![own, 0].contains(&metadata.uid()) || metadata.mode() & OTHERS_WRITE != 0 {
+            return Err(cannot_use(&UpperError::Foreign(file)));
+        }
+        let shared = FileLock::shared(&open).map_err(LockFileError::Lock);
+        shared.map_err(|error| cannot_lock(&file, &file, &error))?;
+        locked.push(open);
+        let name = file.file_name().unwrap_or_default();
+        std::fs::hard_link(&file, meta.join(name)).context(cannot)?;
+    }
+    let disk = NewFile::create_new(&disk_path(&begun.path))?;
+    let forked = write_over(&snapshot, disk.file())?;
+    rustix::fs::fchmod(disk.file(), Mode::from_raw_mode(0o600))
+        .map_err(io::Error::from)
+        .context(cannot)?;
+    disk.complete()?;
+    let record = record(&from.join(META).join(RECORD), forked.bytes).context(cannot)?;
+    let written = meta.join(RECORD);
+    std::fs::write(&written, record).context(cannot)?;
+    let sync = |path: &Path| File::open(path)?.sync_all();
+    sync(&written).and_then(|()| sync(&meta)).context(cannot)?;
+    begun.complete(new).context(cannot)?;
+    Ok(forked)
+}
+
+/// The record at `path`, for a file system of `bytes` bytes.
+fn record(path: &Path, bytes: u64) -> io::Result<String> {
+    let mut record: serde_json::Value = serde_json::from_slice(&std::fs::read(path)?)?;
+    record[SIZE] = bytes.into();
+    Ok(format!("{record}\n"))
+}
+
+/// Writes an empty disk over the snapshot at `below` into `file`.
+fn write_over(below: &Path, file: &File) -> Result<ForkedDisk, CommandError> {
+    let cannot = || format!("cannot make a disk over {}", below.display());
+    let options = OpenOptions::default();
+    let storage = Arc::new(File::open(below).context(cannot)?);
+    let image = Image::open_with_backings(storage, &options, &UnreadBackings).context(cannot)?;
+    let create = CreateOptions::like(&image).context(cannot)?;
+    let name = below.file_name().unwrap_or_default().to_string_lossy();
+    let entry = BackingEntry {
+        name: BackingName::FileName {
+            name: name.into_owned(),
+            identity: Some(image.identity_hash()),
+        },
+        size: image.size(),
+    };
+    let forked = ForkedDisk {
+        bytes: create.size,
+        backing: entry.name.to_string(),
+    };
+    let file = Arc::new(file.try_clone().context(cannot)?);
+    let over = (entry, image as Arc<dyn BlockDevice>);
+    Disk::create(file, &create, Some(over), &options)
+        .and_then(Disk::close)
+        .context(cannot)?;
+    Ok(forked)
+}
+
+/// The file of a disk at `path`, and the snapshots below it.
+fn chain(path: &Path) -> Result<Vec<PathBuf>, CommandError> {
+    let cannot = || format!("cannot read the snapshots below {}", path.display());
+    let mut files = vec![path.to_owned()];
+    while let Some(last) = files.last() {
+        let backing = backing_of(File::open(last).context(cannot)?);
+        match backing.map(|entry| entry.name) {
+            Some(BackingName::FileName { name, .. }) if files.len() <= MAX_DEPTH as usize => {
+                files.push(path.with_file_name(name));
+            }
+            Some(BackingName::FileName { .. }) => {
+                return Err(CommandError::new(cannot()).caused_by_text("a file is below itself"));
+            }
+            _ => break,
+        }
+    }
+    Ok(files)
+}
+
+/// Resolves the snapshots in a directory. A view of an image is not read.
+struct Beside<'a>(&'a Path);
+
+impl BackingResolver for Beside<'_> {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        let BackingName::FileName { name, .. } = &backing.name else {
+            return UnreadBackings.resolve(backing);
+        };
+        let file = File::open(self.0.join(name)).map_err(|source| Error::Io {
+            action: "open",
+            offset: 0,
+            source,
+        })?;
+        let options = OpenOptions::default();
+        let image = Image::open_with_backings(Arc::new(file), &options, self)?;
+        Ok(Some(image))
+    }
+}
+
+fn private() -> DirBuilder {
+    let mut builder = DirBuilder::new();
+    builder.mode(0o700);
+    builder
+}
+
+/// A directory that gets its name when it is complete. Dropping it removes it.
+struct NewDirectory {
+    path: PathBuf,
+    /// Locked, as long as its process lives.
+    _directory: File,
+}
+
+impl NewDirectory {
+    /// Begins a directory that becomes `destination`, which must not exist. Removes what killed
+    /// processes have left there.
+    fn begin(destination: &Path) -> io::Result<Self> {
+        if destination.symlink_metadata().is_ok() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let name = destination.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        let prefix = format!(".bcow-{}-", name.to_string_lossy());
+        let parent = std::path::absolute(destination)?;
+        let parent = parent.parent().unwrap_or(Path::new("/"));
+        for left in parent.read_dir()?.flatten() {
+            let left_name = left.file_name();
+            let is_meant = left_name.to_string_lossy().starts_with(&prefix);
+            if is_meant && lock_directory(&left.path()).is_ok() {
+                let _ = std::fs::remove_dir_all(left.path());
+            }
+        }
+        let path = parent.join(format!("{prefix}{}.part", std::process::id()));
+        private().create(&path)?;
+        let directory = lock_directory(&path)?;
+        Ok(NewDirectory {
+            path,
+            _directory: directory,
+        })
+    }
+
+    /// Makes its names durable, and gives it its name.
+    fn complete(self, destination: &Path) -> io::Result<()> {
+        File::open(&self.path)?.sync_all()?;
+        renameat_with(CWD, &self.path, CWD, destination, RenameFlags::NOREPLACE)?;
+        sync_directory_of(destination)
+    }
+}
+
+impl Drop for NewDirectory {
+    fn drop(&mut self) {
+        // It is missing, if it has got its name.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+fn lock_directory(path: &Path) -> io::Result<File> {
+    let directory = File::open(path)?;
+    match directory.try_lock() {
+        Ok(()) => Ok(directory),
+        Err(TryLockError::WouldBlock) => Err(io::ErrorKind::WouldBlock.into()),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}

@@ -1,0 +1,120 @@
+//! Requests for snapshots to the processes that serve disks and mounts.
+
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::path::Path;
+use std::time::Duration;
+
+use bcow::operation::SnapshotError;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{CommandError, Context, exit};
+use crate::running::{Service, service_with_control};
+
+/// Longest request to a process that serves a disk or a mount, in bytes, with its newline.
+pub const MAX_REQUEST_BYTES: usize = 4096;
+/// Longest answer, in bytes.
+const MAX_ANSWER_BYTES: u64 = 64 << 10;
+/// How long such a process may take. A flush of a busy disk can take long.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(600);
+
+/// A request: a line with a JSON document, on the socket that the process publishes.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct SnapshotRequest {
+    /// The device number and the inode number of the disk's file, or of the lock of an upper.
+    pub device: u64,
+    pub inode: u64,
+    /// The name of the snapshot.
+    pub snapshot: String,
+}
+
+/// The answer, also a line.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SnapshotAnswer {
+    Done,
+    Failed(CommandError),
+}
+
+/// Asks the process that serves the disk at `path`, or the upper whose lock is at `path`, for a
+/// snapshot of it. `shown` is its name for the user. Returns false if no process takes requests for
+/// it.
+///
+/// While a process takes a snapshot of a mount with the kernel driver, the file system of the mount
+/// is frozen. If the process is killed, this function thaws it.
+pub fn ask(path: &Path, shown: impl fmt::Display, name: &str) -> Result<bool, CommandError> {
+    let Some(service) = service_with_control(path, |uid| is_trusted(uid, path)) else {
+        return Ok(false);
+    };
+    let cannot = || format!("cannot ask the process that serves {shown}");
+    let file = path.metadata().context(cannot)?;
+    let request = SnapshotRequest {
+        device: file.dev(),
+        inode: file.ino(),
+        snapshot: name.to_owned(),
+    };
+    let answer = exchange(&service, path, &request).inspect_err(|_| {
+        let mounted = service.at.iter().filter(|_| service.kind == "mount");
+        for mountpoint in mounted {
+            if bcow_mount::thaw(Path::new(mountpoint)) {
+                tracing::info!("{mountpoint} was frozen");
+            }
+        }
+    });
+    match answer.context(cannot)? {
+        SnapshotAnswer::Done => Ok(true),
+        SnapshotAnswer::Failed(error) => Err(error),
+    }
+}
+
+fn exchange(
+    service: &Service,
+    path: &Path,
+    request: &SnapshotRequest,
+) -> io::Result<SnapshotAnswer> {
+    let control = service.control.as_deref().unwrap_or_default();
+    let mut stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(control)?)?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+    if !is_trusted(peer.uid.as_raw(), path) {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
+    let sent = stream.write_all(format!("{}\n", serde_json::to_string(request)?).as_bytes());
+    let mut line = String::new();
+    let read = BufReader::new(stream.take(MAX_ANSWER_BYTES)).read_line(&mut line);
+    // A process that refuses this client closes the connection before it reads the request; its
+    // answer is there all the same.
+    if line.is_empty() {
+        sent.and(read)?;
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(serde_json::from_str(&line)?)
+}
+
+/// Whether a process of this user may act for the disk at `path`. Any process can claim to serve
+/// it.
+fn is_trusted(uid: u32, path: &Path) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    uid == 0 || uid == own || path.metadata().is_ok_and(|file| file.uid() == uid)
+}
+
+/// The error of a disk of which there is no snapshot.
+pub fn cannot_snapshot(disk: impl fmt::Display, error: &SnapshotError) -> CommandError {
+    let failure = CommandError::new(format!("cannot take a snapshot of {disk}")).caused_by(error);
+    match error {
+        SnapshotError::Name => failure.exit_with(exit::USAGE),
+        SnapshotError::Exists(_) => {
+            failure.hint(format!("`bcow snapshot list {disk}` lists its snapshots"))
+        }
+        SnapshotError::TooDeep => {
+            failure.hint("`bcow snapshot rm` merges a snapshot into the disk over it")
+        }
+        SnapshotError::Exchange(_) => {
+            failure.hint("move the disk to a file system that can, such as ext4, xfs or btrfs")
+        }
+        _ => failure,
+    }
+}

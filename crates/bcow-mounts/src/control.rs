@@ -1,0 +1,301 @@
+//! Requests of other commands to a process that serves disks or mounts.
+//!
+//! The process listens on one abstract Unix socket. It publishes the name with its services, and
+//! only its own user and root can make requests.
+
+use std::io::{self, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant, SystemTime};
+
+use bcow::operation::LiveDisk;
+use bcow_fuse::kernel::{DiskFiles, DiskSnapshots};
+use bcow_fuse::{KernelSession, MountError};
+use bcow_images::disks::lock_note;
+use bcow_images::error::{CommandError, Context};
+use bcow_images::requests::{MAX_REQUEST_BYTES, SnapshotAnswer, SnapshotRequest, cannot_snapshot};
+use bcow_images::running::LOCK_IN_UPPER;
+use bcow_images::upper::note;
+use bcow_union::log::{self, Severity};
+
+use crate::disk_ledger::new_ledger;
+use crate::mount::fuse::Mounted;
+
+/// How long a client may take to send its request, and to receive the answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+const INVALID: &str = "invalid request for a snapshot";
+/// Pause after a failure.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Something that takes requests while it is in use.
+pub trait Live: Send + Sync {
+    /// Whether it is still in use.
+    fn is_open(&self) -> bool;
+    /// Whether a request with these numbers is for it: see [`SnapshotRequest`].
+    fn is_at(&self, device: u64, inode: u64) -> bool;
+    /// Takes the snapshot `name`.
+    fn snapshot(&self, name: &str) -> Result<(), CommandError>;
+}
+
+/// What takes requests in this process. The lock is not held during a request.
+static LIVE: Mutex<Registry> = Mutex::new(Registry {
+    socket: None,
+    live: Vec::new(),
+});
+
+struct Registry {
+    /// The name of the socket, if the process listens.
+    socket: Option<String>,
+    live: Vec<Arc<dyn Live>>,
+}
+
+fn registry() -> MutexGuard<'static, Registry> {
+    LIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Answers requests for `live` from now on. Returns the name of the socket. `command` names this
+/// process in it.
+pub fn register(live: Arc<dyn Live>, command: &str) -> Option<String> {
+    let mut registry = registry();
+    registry.live.retain(|live| live.is_open());
+    if registry.socket.is_none() {
+        let listening = listen(command);
+        let listening = listening.inspect_err(|error| {
+            log::log(Severity::Warning, &error.in_one_line());
+        });
+        registry.socket = Some(listening.ok()?);
+    }
+    registry.live.push(live);
+    registry.socket.clone()
+}
+
+/// Answers requests in a thread, as long as the process runs. Returns the name of the socket.
+fn listen(command: &str) -> Result<String, CommandError> {
+    let cannot = || "cannot listen for requests of other commands";
+    // Processes of several process namespaces can have one number.
+    let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let name = format!("bcow-{command}-{}-{}", std::process::id(), since.as_nanos());
+    let address = SocketAddr::from_abstract_name(&name).context(cannot)?;
+    let listener = UnixListener::bind_addr(&address).context(cannot)?;
+    let threads = || std::thread::Builder::new().name("requests".into());
+    threads()
+        .spawn(move || {
+            loop {
+                let started = listener.accept().and_then(|(stream, _)| {
+                    // Before anything is read: another user must not keep a thread waiting.
+                    match require_same_user(&stream) {
+                        Ok(()) => threads().spawn(move || answer(&stream)).map(drop),
+                        Err(error) => send(&stream, &SnapshotAnswer::Failed(error)),
+                    }
+                });
+                if let Err(error) = started {
+                    tracing::info!("a request of another command: {error}");
+                    // The process may have no descriptor left, and accept(2) then fails at once.
+                    std::thread::sleep(PAUSE);
+                }
+            }
+        })
+        .context(cannot)?;
+    Ok(name)
+}
+
+fn answer(stream: &UnixStream) {
+    let line = read_line(stream, MAX_REQUEST_BYTES, Some(PATIENCE));
+    let executed = line.context(|| INVALID).and_then(|line| execute(&line));
+    let answer = executed.map_or_else(SnapshotAnswer::Failed, |()| SnapshotAnswer::Done);
+    if let Err(error) = send(stream, &answer) {
+        tracing::info!("a request of another command: {error}");
+    }
+}
+
+fn send(mut stream: &UnixStream, answer: &SnapshotAnswer) -> io::Result<()> {
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut line = serde_json::to_vec(answer)?;
+    line.push(b'\n');
+    stream.write_all(&line)
+}
+
+/// Fails if the client is neither of the user of this process nor root.
+fn require_same_user(stream: &UnixStream) -> Result<(), CommandError> {
+    let peer = rustix::net::sockopt::socket_peercred(stream)
+        .map_err(io::Error::from)
+        .context(|| INVALID)?;
+    if peer.uid == rustix::process::geteuid() || peer.uid.is_root() {
+        Ok(())
+    } else {
+        Err(CommandError::new("the disk is served by another user"))
+    }
+}
+
+fn execute(line: &[u8]) -> Result<(), CommandError> {
+    let request: SnapshotRequest = serde_json::from_slice(line).context(|| INVALID)?;
+    let live = registry().live.clone();
+    let is_meant = |live: &&Arc<dyn Live>| live.is_at(request.device, request.inode);
+    let live = live.iter().find(is_meant).ok_or_else(|| {
+        CommandError::new("the process does not serve the disk for writing any more")
+    })?;
+    live.snapshot(&request.snapshot)
+}
+
+/// A disk that clients of this process write to.
+pub struct ServedDisk {
+    /// Its name for the user.
+    pub name: String,
+    pub disk: Weak<LiveDisk>,
+    /// The command of this process.
+    pub command: &'static str,
+}
+
+impl Live for ServedDisk {
+    fn is_open(&self) -> bool {
+        self.disk.strong_count() > 0
+    }
+
+    fn is_at(&self, device: u64, inode: u64) -> bool {
+        let disk = self.disk.upgrade();
+        disk.is_some_and(|disk| disk.is_at(device, inode))
+    }
+
+    fn snapshot(&self, name: &str) -> Result<(), CommandError> {
+        let Some(disk) = self.disk.upgrade() else {
+            return Ok(());
+        };
+        let taken = disk.snapshot(name, &lock_note(self.command), None, |_| ());
+        let path = taken.map_err(|error| cannot_snapshot(&self.name, &error))?;
+        tracing::info!(
+            "{}: its content is the snapshot {}",
+            self.name,
+            path.display()
+        );
+        Ok(())
+    }
+}
+
+/// A mount with the kernel driver.
+struct KernelMount<F> {
+    /// The directory.
+    at: String,
+    snapshots: DiskSnapshots,
+    /// The device number and the inode number of the lock of its upper.
+    lock: Option<(u64, u64)>,
+    /// The note in the locks of its files.
+    note: String,
+    /// Gets what another process needs to continue.
+    is_replaced: F,
+}
+
+impl<F: Fn(&DiskFiles) + Send + Sync> Live for KernelMount<F> {
+    fn is_open(&self) -> bool {
+        self.snapshots.is_open()
+    }
+
+    fn is_at(&self, device: u64, inode: u64) -> bool {
+        match self.lock {
+            Some(lock) => self.is_open() && lock == (device, inode),
+            None => self.snapshots.is_at(device, inode),
+        }
+    }
+
+    fn snapshot(&self, name: &str) -> Result<(), CommandError> {
+        let taken = self
+            .snapshots
+            .take(name, &self.note, new_ledger, &self.is_replaced);
+        let path = taken.map_err(|error| match &error {
+            MountError::Snapshot(error) => cannot_snapshot(&self.at, error),
+            error => CommandError::new(format!("cannot take a snapshot of {}", self.at))
+                .caused_by(error)
+                .hint_if(error.hint()),
+        })?;
+        tracing::info!(
+            "{}: its content is the snapshot {}",
+            self.at,
+            path.display()
+        );
+        Ok(())
+    }
+}
+
+impl Mounted {
+    /// Takes requests of other commands from now on. `is_replaced` gets what another process needs
+    /// to continue with a disk, whenever that changes.
+    pub fn take_requests(&mut self, is_replaced: impl Fn(&DiskFiles) + Send + Sync + 'static) {
+        let Some(snapshots) = self.session.kernel().and_then(KernelSession::snapshots) else {
+            return;
+        };
+        let at = self.service.at.join(", ");
+        let lock = self.service.upper.as_ref().map(|upper| {
+            let lock = std::fs::metadata(Path::new(upper).join(LOCK_IN_UPPER));
+            lock.map_or((0, 0), |lock| (lock.dev(), lock.ino()))
+        });
+        let mount = KernelMount {
+            note: note(Path::new(&at)),
+            at,
+            snapshots,
+            lock,
+            is_replaced,
+        };
+        self.service.control = register(Arc::new(mount), "mount");
+    }
+}
+
+/// Reads a line of at most `most` bytes, without its newline. Without `timeout`, waits for ever.
+///
+/// The other side sends nothing after the line until it has an answer, so that this reads nothing
+/// of a next line.
+pub fn read_line(
+    mut stream: &UnixStream,
+    most: usize,
+    timeout: Option<Duration>,
+) -> io::Result<Vec<u8>> {
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    let mut line = Vec::new();
+    let mut piece = [0; 4096];
+    loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        if left == Some(Duration::ZERO) {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(left)?;
+        let count = match stream.read(&mut piece) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            Err(error) => return Err(error),
+        };
+        line.extend_from_slice(&piece[..count]);
+        if line.len() > most {
+            let text = format!("the line has more than {most} bytes");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        if line.last() == Some(&b'\n') {
+            line.pop();
+            return Ok(line);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_have_a_limit_of_length_and_of_time() {
+        let read = |bytes: &[u8], timeout| {
+            let (mut ours, theirs) = UnixStream::pair().unwrap();
+            ours.write_all(bytes).unwrap();
+            let line = read_line(&theirs, 8, timeout);
+            drop(ours);
+            line.map_err(|error| error.kind())
+        };
+        let short = Some(Duration::from_millis(1));
+        assert_eq!(read(b"1234567\n", None), Ok(b"1234567".to_vec()));
+        assert_eq!(read(b"12345678\n", None), Err(io::ErrorKind::InvalidData));
+        assert_eq!(read(b"1234", short), Err(io::ErrorKind::TimedOut));
+    }
+}

@@ -1,0 +1,530 @@
+"""Snapshots, forks and rollback of mounts with the kernel driver and of their uppers. The judges are
+e2fsck, and the trees as they were when the snapshots were taken."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+
+import support
+from promises import promise
+from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, is_mounted, need,
+                     read_bytes, read_json, run, until, write_file)
+from test_kernel_driver import SECONDS, SEED
+from test_kernel_upper import KernelUpper
+from test_snapshots import SOME, snapshots
+import tree
+
+STEPS = int(os.environ.get("BCOW_STEPS", "30"))
+# The system calls of a command that change files. A fork also makes directories.
+CHANGES = ("pwrite64,fsync,fdatasync,linkat,renameat2,unlink,fchmod,mkdir,rename,"
+           "ftruncate").split(",")
+# Of a process that serves a mount, during a snapshot.
+SERVED = ("fsync", "fdatasync", "linkat", "renameat2", "ioctl")
+
+
+def killed_at(kind, call, command):
+    """Runs a command that is killed in front of a system call. Returns whether it ended itself."""
+    killed = run("strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}", "-e",
+                 f"inject={kind}:signal=SIGKILL:when={call}", support.BCOW, *command, check=False)
+    return killed.code == 0
+
+
+class Snapshots(KernelUpper):
+    def setUp(self):
+        need("strace", "dumpe2fs")
+        super().setUp()
+        self.random = random.Random(SEED)
+        self.count = 0
+
+    def change(self, where=None):
+        """Changes a few files, as a program does."""
+        where = where or self.where
+        for _ in range(4):
+            self.count += 1
+            name = os.path.join(where, f"file{self.random.randrange(12)}")
+            step = self.random.randrange(5)
+            if step < 2:
+                write_file(name, self.random.randbytes(self.random.choice([10, 5000, 300_000])))
+            elif step == 2:
+                with open(name, "ab") as file:
+                    file.write(b"more" * self.random.randrange(5000))
+                    os.fsync(file.fileno())
+            elif step == 3:
+                os.makedirs(os.path.join(where, f"dir{self.count}", "below"))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+        # A file of the image.
+        with open(os.path.join(where, "d2", "big"), "r+b") as file:
+            file.seek(self.random.randrange(100_000))
+            file.write(self.random.randbytes(5000))
+
+    def assert_sound(self, upper, name):
+        """The ext4 of a snapshot has no error, and no log to replay."""
+        raw = self.path("snapshot.raw")
+        bcow("convert", "--backing-dir", self.dir, f"{self.disk(upper)}@{name}", f"raw:{raw}",
+             timeout=SECONDS)
+        self.assertNotIn(b"needs_recovery", run("dumpe2fs", "-h", raw).out)
+        self.assertEqual(run("e2fsck", "-fn", raw, timeout=SECONDS).code, 0)
+        os.unlink(raw)
+
+    @contextlib.contextmanager
+    def shown(self, upper):
+        """The mount of an upper, for the length of a with block."""
+        where = self.point("shown")
+        self.mount(self.image, where, "--upper", upper, "-o", "suid,dev")
+        try:
+            yield where
+        finally:
+            self.umount(where)
+
+    def assert_shows(self, upper, expected):
+        with self.shown(upper) as where:
+            assert_same_tree(self, expected, where)
+
+    def assert_fork_shows(self, name, expected, upper=None):
+        fork = self.upper_path("fork")
+        bcow("fork", f"{upper or self.upper}@{name}", fork)
+        self.assert_shows(fork, expected)
+        shutil.rmtree(fork)
+
+
+class AtRest(Snapshots):
+    @promise("What a snapshot shows never changes.")
+    def test_uppers_have_the_snapshots_of_their_disks(self):
+        self.begin()
+        self.change()
+        self.umount(self.where)
+        taken = json.loads(bcow("snapshot", self.upper, "one", "--json").out)
+        self.assertEqual((taken["schema"], taken["upper"], taken["snapshot"], taken["file"]),
+                         ("bcow.snapshot/1", self.upper, "one", f"{self.disk()}@one"))
+        file = read_bytes(taken["file"])
+        before = bcow("diff", self.image, "--upper", self.upper, check=False).out
+        self.continue_()
+        one = tree.dump(self.where)
+        self.change()
+        two = tree.dump(self.where)
+        self.umount(self.where)
+        self.assertTrue(read_bytes(taken["file"]) == file)
+        self.assert_sound(self.upper, "one")
+        # Changes are found in all files of the disk.
+        forked = json.loads(bcow("fork", f"{self.upper}@one", self.upper_path("one"),
+                                 "--json").out)
+        self.assertEqual((forked["upper"], forked["backing"]),
+                         (self.upper_path("one"), "disk.bcow@one"))
+        self.assertEqual(bcow("diff", self.image, "--upper", self.upper_path("one"),
+                              check=False).out, before)
+        self.assert_shows(self.upper_path("one"), one)
+        self.assert_shows(self.upper, two)
+        self.assert_upper_clean()
+        self.assert_upper_clean(self.upper_path("one"))
+        [listed] = snapshots(self.upper).values()
+        self.assertEqual((listed["used_by"], listed["other_directories"]), (["disk.bcow"], 1))
+        self.assertRegex(bcow("snapshot", "list", self.upper).out.decode(),
+                         r"(?m)^one +\S+ +1 GiB .* disk\.bcow, 1 elsewhere$")
+        layer = self.path("layer.tar")
+        bcow("commit", self.image, "--upper", self.upper, f"tar:{layer}")
+        self.assertGreater(os.path.getsize(layer), 5000)
+        for command, mention in (
+                (("snapshot", self.upper, "one"), "disk.bcow@one exists"),
+                (("rollback", self.upper, "none"), 'has no snapshot "none"'),
+                (("snapshot", "rm", self.upper, "none"), 'has no snapshot "none"'),
+                (("fork", f"{self.upper}@none", self.upper_path("x")), 'has no snapshot "none"'),
+                (("fork", f"{self.upper}@one", self.upper_path("one")), "exists"),
+                (("snapshot", self.dir, "one"), "no mount of bcow"),
+                (("fork", self.upper, "/dev/shm/bcow-fork"), "in another file system")):
+            assert_refused(self, bcow(*command, check=False), mention)
+        assert_refused(self, bcow("snapshot", self.upper, "a/b", check=False),
+                       "the name of a snapshot", code=2)
+        self.assertEqual([name for name in os.listdir(self.dir) if name.startswith(".bcow")], [])
+
+    @promise("A fork shows the content of its snapshot. What is written to the fork does not "
+             "change the snapshot, the disk or another fork.",
+             "A rollback is one step: a disk has its content or that of the snapshot. With "
+             "`--keep`, no content is lost.",
+             "The removal of a snapshot changes the content of no disk and of no other snapshot.")
+    def test_random_steps_agree_with_recorded_trees(self):
+        self.begin()
+        self.umount(self.where)
+        with self.shown(self.upper) as where:
+            uppers = {self.upper: tree.dump(where)}
+        taken = {}
+        for step in range(STEPS):
+            upper = self.random.choice(sorted(uppers))
+            names = sorted(name for of, name in taken if of == upper)
+            kind = self.random.choice(["change", "snapshot", "live", "fork", "rollback", "remove"])
+            with self.subTest(step=step, kind=kind):
+                if kind in ("change", "live"):
+                    with self.shown(upper) as where:
+                        self.change(where)
+                        uppers[upper] = tree.dump(where)
+                        if kind == "live":
+                            bcow("snapshot", self.random.choice([upper, where]), f"s{step}")
+                            taken[upper, f"s{step}"] = uppers[upper]
+                            self.change(where)
+                            uppers[upper] = tree.dump(where)
+                elif kind == "snapshot":
+                    bcow("snapshot", upper, f"s{step}")
+                    taken[upper, f"s{step}"] = uppers[upper]
+                elif kind == "fork" and names:
+                    name, new = self.random.choice(names), self.upper_path(f"u{step}")
+                    bcow("fork", f"{upper}@{name}", new)
+                    uppers[new] = taken[upper, name]
+                    # With the history of the snapshot.
+                    for older in snapshots(new):
+                        taken[new, older] = taken[upper, older]
+                elif kind == "rollback" and names:
+                    name = self.random.choice(names)
+                    keep = ["--keep", f"k{step}"] if self.random.random() < 0.5 else []
+                    bcow("rollback", upper, name, *keep)
+                    if keep:
+                        taken[upper, f"k{step}"] = uppers[upper]
+                    uppers[upper] = taken[upper, name]
+                elif kind == "remove" and names:
+                    name = self.random.choice(names)
+                    removed = bcow("snapshot", "rm", upper, name, check=False)
+                    if removed.code == 0:
+                        del taken[upper, name]
+                    else:
+                        self.assertRegex(removed.err, b"it is the backing of|forks have too")
+                self.assert_shows(upper, uppers[upper])
+        for upper, expected in uppers.items():
+            self.assert_shows(upper, expected)
+            self.assert_upper_clean(upper)
+        for (upper, name), expected in taken.items():
+            self.assert_sound(upper, name)
+            self.assert_fork_shows(name, expected, upper)
+
+    @promise("If the command is killed at any moment, the disk has its content under its name, and "
+             "the snapshot is complete or absent.")
+    def test_commands_that_are_killed_end_completely_or_not_at_all(self):
+        self.begin()
+        old = tree.dump(self.where)
+        self.umount(self.where)
+        bcow("snapshot", self.upper, "old")
+        with self.shown(self.upper) as where:
+            self.change(where)
+            new = tree.dump(where)
+        saved = self.path("saved")
+        run("cp", "-a", "--sparse=always", self.upper, saved)
+        fork = self.upper_path("fork")
+        commands = (["snapshot", self.upper, "one"], ["fork", f"{self.upper}@old", fork],
+                    ["rollback", self.upper, "old", "--keep", "kept"],
+                    ["snapshot", "rm", self.upper, "old"])
+        for command in commands:
+            results = set()
+            for kind in CHANGES:
+                for call in SOME:
+                    with self.subTest(command=command, kind=kind, call=call):
+                        ended = killed_at(kind, call, command)
+                        results.add(self.check_killed(command, old, new, fork))
+                        for upper in (self.upper, fork):
+                            shutil.rmtree(upper, ignore_errors=True)
+                        run("cp", "-a", "--sparse=always", saved, self.upper)
+                    if ended:
+                        break
+            self.assertEqual(results, {False, True}, command)
+        # The next fork removes what killed ones have left.
+        bcow("fork", f"{self.upper}@old", fork)
+        self.assertEqual([name for name in os.listdir(self.dir) if name.startswith(".bcow")], [])
+
+    def check_killed(self, command, old, new, fork):
+        """Whether the killed command had its effect."""
+        taken = snapshots(self.upper)
+        if command[0] == "fork":
+            self.assert_shows(self.upper, new)
+            if os.path.exists(fork):
+                self.assert_shows(fork, old)
+            return os.path.exists(fork)
+        if command[0] == "rollback":
+            with self.shown(self.upper) as where:
+                shown = tree.dump(where)
+            self.assertIn(shown, (old, new))
+            if shown == old or "kept" in taken:
+                self.assert_fork_shows("kept", new)
+            return shown == old
+        self.assert_shows(self.upper, new)
+        if command[1] == "rm":
+            bcow("fsck", "--data", self.upper)
+            return "old" not in taken
+        if "one" in taken:
+            self.assert_fork_shows("one", new)
+        return "one" in taken
+
+    @promise("An upper that another user can write to is not forked, and its snapshots belong to "
+             "its user.")
+    def test_uppers_of_other_users_are_refused(self):
+        self.begin()
+        self.umount(self.where)
+        bcow("snapshot", self.upper, "one")
+        for command in (("snapshot", self.upper, "two"), ("fork", f"{self.upper}@one", "x"),
+                        ("rollback", self.upper, "one"), ("snapshot", "list", self.upper)):
+            refused = bcow(*command, user=UNPRIVILEGED, check=False)
+            self.assertNotEqual(refused.code, 0)
+        os.chown(f"{self.disk()}@one", UNPRIVILEGED, UNPRIVILEGED)
+        refused = bcow("fork", f"{self.upper}@one", self.upper_path("fork"), check=False)
+        assert_refused(self, refused, "another user can write it")
+        self.assertFalse(os.path.exists(self.upper_path("fork")))
+
+
+class Live(Snapshots):
+    @promise("A snapshot of a mount with the kernel driver has all that programs had written, also "
+             "what they had not synchronized. Its file system needs no replay of a log.",
+             "Programs that write to the mount wait while a snapshot is taken, and see no error.",
+             "A program that waits for each of its writes finds in the snapshot what it had "
+             "written up to some moment of the command.")
+    def test_snapshots_of_a_mount_that_is_written_are_moments_of_it(self):
+        self.begin()
+        writer = Writer(self.where)
+        taken = {}
+        for number in range(6):
+            before = writer.written
+            until(lambda: writer.error or writer.written > before + 20, "writes")
+            begun, name = writer.written, f"s{number}"
+            if number % 3 == 2:
+                bcow("fork", self.where, self.upper_path(name))
+                taken[f"fork-{number // 3 + 1}"] = (begun, writer.begun)
+                continue
+            bcow("snapshot", (self.where, self.upper)[number % 2], name)
+            taken[name] = (begun, writer.begun)
+        writer.end()
+        statistics = self.stats(self.where)
+        self.assertEqual(statistics["errors"]["total"], 0)
+        self.end(self.where)
+        self.assert_upper_clean()
+        for name, (first, last) in taken.items():
+            self.assert_sound(self.upper, name)
+            fork = self.upper_path("fork")
+            bcow("fork", f"{self.upper}@{name}", fork)
+            with self.shown(fork) as where:
+                self.assertTrue(first <= writer.state(where) <= last, name)
+            shutil.rmtree(fork)
+        with self.shown(self.upper_path("s2")) as where:
+            first, last = taken["fork-1"]
+            self.assertTrue(first <= writer.state(where) <= last)
+
+    def test_a_mounted_disk_takes_snapshots_through_its_process(self):
+        disk = self.make_disk("disk")
+        self.mount(disk, self.where)
+        write_file(os.path.join(self.where, "file"), b"before")
+        bcow("snapshot", self.where, "one")
+        write_file(os.path.join(self.where, "file"), b"after")
+        bcow("snapshot", disk, "two")
+        assert_refused(self, bcow("rollback", disk, "one", check=False), "written by bcow mount")
+        self.end(self.where)
+        self.assertEqual(list(snapshots(disk)), ["one", "two"])
+        for name, content in (("one", b"before"), ("two", b"after")):
+            fork = self.disk_path(f"fork-{name}")
+            bcow("fork", f"{disk}@{name}", fork)
+            self.assert_clean(fork)
+            self.mount(fork, self.where)
+            self.assertEqual(read_bytes(os.path.join(self.where, "file")), content)
+            self.end(self.where)
+
+    @promise("If the process of the mount is killed meanwhile, the command thaws the file system.",
+             "If the command is killed, the process completes the snapshot and thaws the file "
+             "system.")
+    def test_a_kill_leaves_no_frozen_file_system_and_no_part_of_a_snapshot(self):
+        found = set()
+        for kind in SERVED:
+            for call in (1, 2, 3):
+                with self.subTest(kind=kind, call=call):
+                    upper = self.upper_path(f"{kind}{call}")
+                    self.begin(upper)
+                    self.change()
+                    os.sync()
+                    expected = tree.dump(self.where)
+                    [pid] = self.processes()
+                    tracer = subprocess.Popen(
+                        ["strace", "-f", "-p", str(pid), "-o", "/dev/null", "-e",
+                         f"trace={kind}", "-e", f"inject={kind}:signal=SIGKILL:when={call}"],
+                        stderr=subprocess.PIPE)
+                    tracer.stderr.readline()
+                    asked = bcow("snapshot", self.where, "one", timeout=SECONDS, check=False)
+                    tracer.terminate()
+                    tracer.communicate()
+                    self.umount_killed(self.where)
+                    self.assert_ended()
+                    taken = snapshots(upper)
+                    found.add((asked.code == 0, bool(taken)))
+                    self.assert_shows(upper, expected)
+                    if taken:
+                        self.assert_sound(upper, "one")
+                        self.assert_fork_shows("one", expected, upper)
+                    bcow("fsck", "--data", upper)
+        self.assertTrue({(False, False), (True, True)} <= found, found)
+        self.begin()
+        writer = Writer(self.where)
+        for delay in (0.001, 0.01, 0.03):
+            asker = subprocess.Popen([support.BCOW, "snapshot", self.where, f"s{delay}"])
+            time.sleep(delay)
+            asker.kill()
+            asker.wait()
+            before = writer.written
+            until(lambda: writer.error or writer.written > before + 5, "writes")
+        writer.end()
+        self.end(self.where)
+        self.assert_upper_clean()
+
+    @promise("If there is no space for the new disk, the command fails, and the mount continues as "
+             "before.")
+    def test_without_space_nothing_changes(self):
+        small = self.point("small")
+        run("mount", "-t", "tmpfs", "-o", "size=64M", "tmpfs", small)
+        upper = os.path.join(small, f"{self.tag}-upper")
+        self.begin(upper)
+        self.change()
+        full = os.path.join(small, "full")
+        os.sync()
+        with open(full, "wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+                file.flush()
+        expected = tree.dump(self.where)
+        refused = bcow("snapshot", self.where, "one", check=False)
+        assert_refused(self, refused, "No space left on device")
+        os.unlink(full)
+        assert_same_tree(self, expected, self.where)
+        self.assertEqual(snapshots(upper), {})
+        self.change()
+        expected = tree.dump(self.where)
+        bcow("snapshot", self.where, "one")
+        self.change()
+        self.end(self.where)
+        self.assertEqual(bcow("fsck", "--data", upper).code, 0)
+        fork = os.path.join(small, "fork")
+        bcow("fork", f"{upper}@one", fork)
+        self.assert_shows(fork, expected)
+
+    @promise("A snapshot of a mount with `--sync volatile` is durable.")
+    def test_a_volatile_mount_has_durable_snapshots(self):
+        self.begin(None, None, "--sync", "volatile")
+        self.change()
+        expected = tree.dump(self.where)
+        bcow("snapshot", self.where, "one")
+        self.change()
+        self.end(self.where)
+        self.assert_sound(self.upper, "one")
+        self.assert_fork_shows("one", expected)
+
+    def test_a_file_system_that_its_user_has_frozen_stays_frozen(self):
+        need("fsfreeze")
+        self.begin()
+        self.change()
+        expected = tree.dump(self.where)
+        run("fsfreeze", "--freeze", self.where)
+        bcow("snapshot", self.where, "one")
+        # It fails if the file system is not frozen.
+        run("fsfreeze", "--unfreeze", self.where)
+        self.end(self.where)
+        self.assert_fork_shows("one", expected)
+
+    def test_a_pool_continues_with_the_new_disk(self):
+        pool = f"snap{self.tag}"
+        bcow("pool", "start", pool)
+        self.addCleanup(bcow, "pool", "stop", pool, "--force", check=False)
+        self.begin(None, None, "--pool", pool)
+        expected = {}
+        for number in range(4):
+            self.change()
+            expected[f"s{number}"] = tree.dump(self.where)
+            bcow("snapshot", self.where, f"s{number}")
+            # Without a flush of it, the disk has it by its ledger.
+            write_file(os.path.join(self.where, "last"), str(number))
+            last = tree.dump(self.where)
+            [pid] = set(self.processes())
+            if number % 2:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                bcow("pool", "restart", pool)
+            until(lambda: set(self.processes()) not in ({pid}, set()), "the next process")
+            assert_same_tree(self, last, self.where)
+        self.umount(self.where)
+        self.assert_upper_clean()
+        self.assert_shows(self.upper, last)
+        for name, dump in expected.items():
+            self.assert_sound(self.upper, name)
+            self.assert_fork_shows(name, dump)
+
+    def test_a_pool_that_is_killed_during_a_snapshot_loses_nothing(self):
+        pool = f"snap{self.tag}"
+        bcow("pool", "start", pool)
+        self.addCleanup(bcow, "pool", "stop", pool, "--force", check=False)
+        for kind in SERVED:
+            with self.subTest(kind=kind):
+                upper = self.upper_path(kind)
+                self.begin(upper, None, "--pool", pool)
+                self.change()
+                last = tree.dump(self.where)
+                [pid] = set(self.processes())
+                tracer = subprocess.Popen(
+                    ["strace", "-f", "-p", str(pid), "-o", "/dev/null", "-e", f"trace={kind}",
+                     "-e", f"inject={kind}:signal=SIGKILL:when=2"], stderr=subprocess.PIPE)
+                tracer.stderr.readline()
+                bcow("snapshot", self.where, "one", timeout=SECONDS, check=False)
+                tracer.terminate()
+                tracer.communicate()
+                until(self.processes, "a process")
+                assert_same_tree(self, last, self.where)
+                write_file(os.path.join(self.where, "after"), b"after")
+                last = tree.dump(self.where)
+                self.umount(self.where)
+                self.assert_upper_clean(upper)
+                self.assert_shows(upper, last)
+
+
+class Writer:
+    """Writes numbered files with fsync, each after the one before."""
+
+    FILES = 40
+
+    def __init__(self, where):
+        self.where = where
+        self.begun = self.written = 0
+        self.error = None
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.write)
+        self.thread.start()
+
+    def write(self):
+        try:
+            while not self.ended.is_set():
+                self.begun += 1
+                name = os.path.join(self.where, f"written{self.begun % self.FILES}")
+                with open(name, "wb") as file:
+                    file.write(f"{self.begun:08}".encode() * 1000)
+                    file.flush()
+                    if self.begun % 3 == 0:
+                        os.fsync(file.fileno())
+                self.written = self.begun
+        except Exception as error:
+            self.error = error
+
+    def end(self):
+        self.ended.set()
+        self.thread.join()
+        if self.error:
+            raise self.error
+
+    def state(self, where):
+        """The number of the last file in this tree that is complete. Fails if an earlier one is
+        missing or has another content."""
+        numbers = {}
+        for name in os.listdir(where):
+            if name.startswith("written"):
+                content = read_bytes(os.path.join(where, name))
+                if re.fullmatch(rb"(\d{8})\1{999}", content):
+                    numbers[int(content[:8])] = name
+        last = max(numbers, default=0)
+        # The file that was being written can be empty or short.
+        for number in range(max(1, last - self.FILES + 2), last):
+            if number not in numbers:
+                raise AssertionError(f"file {number} is missing, and {last} is there")
+        return last
