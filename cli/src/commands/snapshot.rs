@@ -7,9 +7,10 @@ use bcow_convert::{take_snapshot, take_upper_snapshot};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::target::Target;
+use bcow_mounts::control::hold_frozen;
 use serde_json::json;
 
-use crate::error::CommandError;
+use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
 use crate::ui::Ui;
 
@@ -42,6 +43,10 @@ pub struct Args {
     /// digit
     #[arg(value_name = "NAME", required = true)]
     name: Option<String>,
+    /// In a process that `bcow mount` starts: freeze the file system at the directory, with the device
+    /// number NAME
+    #[arg(long, hide = true)]
+    freeze: bool,
     /// Print JSON (schema bcow.snapshot/1)
     #[arg(long)]
     json: bool,
@@ -60,6 +65,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     match (&args.command, &args.disk, &args.name) {
         (Some(Command::List(args)), ..) => list::run(args, ui),
         (Some(Command::Rm(args)), ..) => rm::run(args, ui),
+        (None, Some(mount), Some(device)) if args.freeze => {
+            let path = mount.path().unwrap_or(mount.shown());
+            hold_frozen(path, device).context(|| format!("cannot freeze {mount}"))
+        }
         (None, Some(disk), Some(name)) => take(args, disk, name, ui),
         // The parser of the command line requires both.
         (None, ..) => Err(CommandError::usage("the snapshot needs a disk and a name")),

@@ -20,6 +20,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
@@ -453,7 +454,7 @@ impl DiskSnapshots {
 
     /// Makes the present content the snapshot `name`, as [`LiveDisk::snapshot`], while the file
     /// system is frozen: it has all that programs have written, and needs no replay. Returns the
-    /// path of the snapshot.
+    /// path of the snapshot. `freezer` starts a process that freezes: see [`bcow_mount::hold_frozen`].
     ///
     /// If another process can continue with the disk, it needs the ledger that `new_ledger` makes,
     /// with its memory file. `is_replaced` gets what that process needs from now on.
@@ -461,6 +462,7 @@ impl DiskSnapshots {
         &self,
         name: &str,
         note: &str,
+        freezer: impl FnOnce(&Path, &str) -> Command,
         new_ledger: impl FnOnce() -> io::Result<(OwnedFd, Arc<Ledger>)>,
         is_replaced: impl FnOnce(&DiskFiles),
     ) -> Result<PathBuf, MountError> {
@@ -493,8 +495,10 @@ impl DiskSnapshots {
             }
         };
         let take = || disk.snapshot(name, note, ledger, replace);
-        let taken = bcow_mount::while_frozen(&place.target, place.device.as_deref(), take)?;
-        taken.map_err(MountError::Snapshot)
+        let command = freezer(&place.target, place.device.as_deref().unwrap_or_default());
+        let taken = bcow_mount::while_frozen(&place.target, command, take);
+        let failed = MountError::process("freeze its file system");
+        taken.map_err(failed)?.map_err(MountError::Snapshot)
     }
 }
 

@@ -42,9 +42,6 @@ pub enum SnapshotAnswer {
 /// Asks the process that serves the disk at `path`, or the upper whose lock is at `path`, for a
 /// snapshot of it. `shown` is its name for the user. Returns false if no process takes requests for
 /// it.
-///
-/// While a process takes a snapshot of a mount with the kernel driver, the file system of the mount
-/// is frozen. If the process is killed, this function thaws it.
 pub fn ask(path: &Path, shown: impl fmt::Display, name: &str) -> Result<bool, CommandError> {
     let Some(service) = service_with_control(path, |uid| is_trusted(uid, path)) else {
         return Ok(false);
@@ -56,15 +53,7 @@ pub fn ask(path: &Path, shown: impl fmt::Display, name: &str) -> Result<bool, Co
         inode: file.ino(),
         snapshot: name.to_owned(),
     };
-    let answer = exchange(&service, path, &request).inspect_err(|_| {
-        let mounted = service.at.iter().filter(|_| service.kind == "mount");
-        for mountpoint in mounted {
-            if bcow_mount::thaw(Path::new(mountpoint)) {
-                tracing::info!("{mountpoint} was frozen");
-            }
-        }
-    });
-    match answer.context(cannot)? {
+    match exchange(&service, path, &request).context(cannot)? {
         SnapshotAnswer::Done => Ok(true),
         SnapshotAnswer::Failed(error) => Err(error),
     }

@@ -41,7 +41,7 @@ fn run<T: Send>(kept: Option<BorrowedFd<'_>>, work: impl FnOnce() -> T + Send) -
 
 /// Gives this thread a table of descriptors of its own, without those of the process. Where a
 /// kernel refuses, the thread keeps the descriptors.
-pub(crate) fn close_others(kept: Option<BorrowedFd<'_>>) {
+fn close_others(kept: Option<BorrowedFd<'_>>) {
     const CLOSE_RANGE_UNSHARE: libc::c_int = 2;
     // Descriptors are not negative.
     let kept = kept.map(|kept| kept.as_raw_fd().unsigned_abs());

@@ -76,12 +76,6 @@ pub enum Error {
         /// The kernel's error.
         source: io::Error,
     },
-    #[error("cannot freeze the file system at {}", target.display())]
-    Freeze {
-        target: PathBuf,
-        /// The kernel's error.
-        source: io::Error,
-    },
     /// The loop device serves another file by now.
     #[error("{} is no longer the device of the mount", device.display())]
     Replaced { device: PathBuf },

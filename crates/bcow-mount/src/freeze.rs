@@ -1,66 +1,72 @@
 //! A mounted file system that makes no changes for a while.
+//!
+//! Another process freezes it. A freeze outlives the process that asked for it, so that process
+//! watches the one that serves the disk, and thaws when that one ends. A thread would not do: if the
+//! process is killed, a thread that waits for the disk ends only when the disk is served again, and
+//! in a pool the next process begins when all threads of this one have ended.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::sync::mpsc;
+use std::process::{Command, Stdio};
 
 use rustix::io::Errno;
 
-use crate::Error;
-use crate::apart::close_others;
+use crate::apart::run_apart;
 use crate::ioctl;
 
-/// Runs `work` while the file system at `target`, with the device number `device`, is frozen: all
-/// that programs have written is on its device, without a log to replay, and writers wait. `None`
-/// for `device` accepts any file system. If another program has frozen it, that program thaws it.
-///
-/// A thread without the descriptors of this process freezes: see [`crate::run_apart`]. If this
-/// process is killed, the file system stays frozen; see [`thaw`].
+/// What the other process writes when the file system is frozen. Otherwise it writes the error.
+const FROZEN: &str = "frozen";
+
+/// Runs `work` while the file system at `target` is frozen: all that programs have written is on
+/// its device, without a log to replay, and writers wait. `command` starts a process that runs
+/// [`hold_frozen`].
 pub fn while_frozen<T>(
     target: &Path,
-    device: Option<&str>,
+    mut command: Command,
     work: impl FnOnce() -> T,
-) -> Result<T, Error> {
-    let failed = |source: io::Error| Error::Freeze {
-        target: target.to_owned(),
-        source,
+) -> io::Result<T> {
+    let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    // A signal of the terminal is not for it.
+    let mut child = command.process_group(0).spawn()?;
+    let mut line = String::new();
+    if let Some(stdout) = child.stdout.take() {
+        BufReader::new(stdout).read_line(&mut line)?;
+    }
+    let result = match line.trim_end() {
+        FROZEN => Ok(work()),
+        error => Err(io::Error::other(error.to_owned())),
     };
-    std::thread::scope(|scope| {
-        let (report, reported) = mpsc::channel();
-        let (done, is_done) = mpsc::channel::<()>();
-        let freezer = std::thread::Builder::new().name("freeze".into());
-        let freezer = freezer.spawn_scoped(scope, move || {
-            close_others(None);
-            let frozen = open(target, device).and_then(freeze);
-            let (frozen, result) = match frozen {
-                Ok(frozen) => (Some(frozen), Ok(())),
-                Err(error) => (None, Err(error)),
-            };
-            let _ = report.send(result);
-            // Ends with an error, when `done` is dropped.
-            let _ = is_done.recv();
-            drop(frozen);
-        });
-        freezer.map_err(failed)?;
-        let ended = |_| io::Error::from(io::ErrorKind::BrokenPipe);
-        let frozen = reported.recv().map_err(ended).flatten();
-        frozen.map_err(failed)?;
-        let result = work();
-        drop(done);
-        Ok(result)
-    })
+    // Its end of the pipe shows that.
+    drop(child.stdin.take());
+    let is_thawed = child.wait().is_ok_and(|status| status.success());
+    if result.is_ok() && !is_thawed {
+        tracing::warn!("the process that froze {} was killed", target.display());
+        run_apart(|| File::open(target).is_ok_and(|directory| ioctl::thaw(directory).is_ok()));
+    }
+    result
 }
 
-/// Thaws the file system at `target` after the death of the process that froze it. Returns whether
-/// it was frozen.
-pub fn thaw(target: &Path) -> bool {
-    File::open(target).is_ok_and(|directory| ioctl::thaw(directory).is_ok())
+/// In a process of its own: freezes the file system at `target`, with the device number `device`,
+/// writes a line, and thaws it at the end of standard input. A file system that another program has
+/// frozen stays frozen.
+pub fn hold_frozen(target: &Path, device: &str) -> io::Result<()> {
+    let mut out = io::stdout();
+    let frozen = open(target, device).and_then(freeze);
+    match &frozen {
+        Ok(_) => writeln!(out, "{FROZEN}")?,
+        Err(error) => writeln!(out, "{error}")?,
+    }
+    let frozen = frozen?;
+    io::stdin().read_to_end(&mut Vec::new())?;
+    drop(frozen);
+    Ok(())
 }
 
 /// Opens the root of the file system.
-fn open(target: &Path, device: Option<&str>) -> io::Result<File> {
+fn open(target: &Path, device: &str) -> io::Result<File> {
     let directory = File::open(target)?;
     let number = directory.metadata()?.dev();
     let number = format!(
@@ -68,10 +74,7 @@ fn open(target: &Path, device: Option<&str>) -> io::Result<File> {
         rustix::fs::major(number),
         rustix::fs::minor(number)
     );
-    if device.is_some_and(|device| device != number) {
-        return Err(Errno::NODEV.into());
-    }
-    Ok(directory)
+    if device == number { Ok(directory) } else { Err(Errno::NODEV.into()) }
 }
 
 /// A frozen file system. Dropping this thaws it, unless another program has frozen it.
@@ -93,10 +96,9 @@ fn freeze(directory: File) -> io::Result<Frozen> {
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        if self.is_own
-            && let Err(errno) = ioctl::thaw(&self.directory)
-        {
-            tracing::error!("cannot thaw a file system: {errno}");
+        if self.is_own {
+            // Nothing is left to do if that fails.
+            let _ = ioctl::thaw(&self.directory);
         }
     }
 }

@@ -8,6 +8,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
+use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -20,6 +21,8 @@ use bcow_images::requests::{MAX_REQUEST_BYTES, SnapshotAnswer, SnapshotRequest, 
 use bcow_images::running::LOCK_IN_UPPER;
 use bcow_images::upper::note;
 use bcow_union::log::{self, Severity};
+
+pub use bcow_mount::hold_frozen;
 
 use crate::disk_ledger::new_ledger;
 use crate::mount::fuse::Mounted;
@@ -202,7 +205,7 @@ impl<F: Fn(&DiskFiles) + Send + Sync> Live for KernelMount<F> {
     fn snapshot(&self, name: &str) -> Result<(), CommandError> {
         let taken = self
             .snapshots
-            .take(name, &self.note, new_ledger, &self.is_replaced);
+            .take(name, &self.note, freezer, new_ledger, &self.is_replaced);
         let path = taken.map_err(|error| match &error {
             MountError::Snapshot(error) => cannot_snapshot(&self.at, error),
             error => CommandError::new(format!("cannot take a snapshot of {}", self.at))
@@ -216,6 +219,14 @@ impl<F: Fn(&DiskFiles) + Send + Sync> Live for KernelMount<F> {
         );
         Ok(())
     }
+}
+
+/// Another process of this program, which freezes the file system at `target`.
+fn freezer(target: &Path, device: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    let arguments = ["snapshot", "--freeze", "--"];
+    command.args(arguments).arg(target).arg(device);
+    command
 }
 
 impl Mounted {
