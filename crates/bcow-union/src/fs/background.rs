@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 
 use super::UnionFs;
@@ -30,6 +30,8 @@ pub(super) struct Background {
     requests: Mutex<Requests>,
     /// Notified after each new request.
     changed: Condvar,
+    /// Held by the thread while it works, and by a snapshot.
+    working: Mutex<()>,
     /// The thread, until it is stopped. Held only to set or to take the handle.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -61,6 +63,11 @@ impl Background {
     pub(super) fn request_batch_sync(&self) {
         self.requests.lock().sync_batch = true;
         self.changed.notify_one();
+    }
+
+    /// Waits for the end of the work in progress. None begins before the result is dropped.
+    pub(super) fn pause(&self) -> MutexGuard<'_, ()> {
+        self.working.lock()
     }
 
     /// Stops the thread, if it was started. The caller handles the pending requests.
@@ -257,6 +264,7 @@ fn run(background: &Background, union: &Weak<UnionFs>) {
         let Some(union) = union.upgrade() else {
             return;
         };
+        let _working = background.working.lock();
         for node in nodes {
             union.promote_if_complete(&node);
             union.table.drop_node(node);

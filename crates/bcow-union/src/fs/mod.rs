@@ -34,6 +34,7 @@ mod resent;
 mod restore;
 mod room;
 mod sharing;
+mod snapshot;
 mod sync;
 #[cfg(test)]
 mod takeover_tests;

@@ -7,10 +7,10 @@ use super::host;
 use crate::account::Account;
 use crate::host::{errno_of, stored_bytes};
 use crate::upper::beneath::open_directory_beneath;
-use crate::upper::{Instance, META, is_whiteout, parse_entry_name};
+use crate::upper::{Instance, META, SNAPSHOTS, is_whiteout, parse_entry_name};
 
-/// Counts the bytes and inodes that an upper stores, as `du` does. The inodes of an empty upper do
-/// not count, and no whiteout: whiteouts are links to shared inodes.
+/// Counts the bytes and inodes that an upper stores, as `du` does, without its snapshots. The
+/// inodes of an empty upper do not count, and no whiteout: whiteouts are links to shared inodes.
 pub(super) fn count_stored(upper: &Instance, account: &Account) -> Result<(), Errno> {
     // By path: there may be more directories than descriptors.
     let mut todo = vec![Vec::new()];
@@ -39,6 +39,10 @@ pub(super) fn count_stored(upper: &Instance, account: &Account) -> Result<(), Er
                 continue;
             };
             if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
+                // The limits are those of the tree.
+                if is_meta && name == SNAPSHOTS.as_bytes() {
+                    continue;
+                }
                 todo.push(match path.as_slice() {
                     [] => name.to_vec(),
                     path => [path, b"/", name].concat(),

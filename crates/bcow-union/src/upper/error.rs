@@ -107,6 +107,13 @@ pub enum UpperError {
         .0.display()
     )]
     OwnershipDenied(PathBuf),
+    #[error("{}: a snapshot, which never changes", .0.display())]
+    Snapshot(PathBuf),
+    #[error("{}: no such snapshot", .0.display())]
+    NoSnapshot(PathBuf),
+    /// There is a file or directory with the name of a new snapshot or upper.
+    #[error("{} exists", .0.display())]
+    Exists(PathBuf),
     /// Another process uses the upper.
     #[error("{}: {}", .0.display(), .1)]
     InUse(PathBuf, LockError),

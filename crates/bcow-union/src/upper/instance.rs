@@ -22,7 +22,7 @@ use super::work::{self, Temporary, TemporaryNames};
 use super::xattr::each_name;
 use super::{
     Attribute, DEFAULT_ACL, ImageName, InstanceRecord, META, Names, Namespace, Ownership, SCHEMA,
-    UpperError, volatile,
+    UpperError, snapshots, volatile,
 };
 use crate::options::SyncPolicy;
 
@@ -89,6 +89,7 @@ impl Instance {
         let at = Directories::open(path, root, meta, note)?;
         let record = InstanceRecord::read(at.meta.as_fd(), path)?;
         if let Some(record) = &record {
+            record.refuse_snapshot(path)?;
             record::require_image(path, record.identity(), &record.image_name, image)?;
         }
         let found = match at.probe(kept) {
@@ -117,6 +118,7 @@ impl Instance {
                     namespace,
                     ownership: found.ownership,
                     partials: Some(PartialForm::Sparse),
+                    snapshot: None,
                     created_by: concat!("bcow ", env!("CARGO_PKG_VERSION")).into(),
                 };
                 if is_empty {
@@ -146,6 +148,7 @@ impl Instance {
         let meta = open_inside(root.as_fd(), path, META)?.ok_or_else(missing)?;
         let at = Directories::open(path, root, meta, note)?;
         let record = InstanceRecord::read(at.meta.as_fd(), path)?.ok_or_else(missing)?;
+        record.refuse_snapshot(path)?;
         let found = at.probe(None)?;
         at.finish(record, Provenance::Existing, found)
     }
@@ -158,6 +161,11 @@ impl Instance {
     /// The root of the tree.
     pub fn root(&self) -> BorrowedFd<'_> {
         self.at.root.as_fd()
+    }
+
+    /// The directory [`META`].
+    pub(super) fn meta(&self) -> BorrowedFd<'_> {
+        self.at.meta.as_fd()
     }
 
     /// The directory of the partial files' maps.
@@ -391,6 +399,7 @@ impl Directories {
         // An upper of the other driver stays as it is.
         InstanceRecord::read(meta.as_fd(), path)?;
         let lock = lock(meta.as_fd(), path, note)?;
+        snapshots::sweep(path, meta.as_fd())?;
         let below = |name: &str| {
             let dir = open_or_create(meta.as_fd(), path, name)?;
             same_device(root.as_fd(), dir.as_fd(), path, name)?;

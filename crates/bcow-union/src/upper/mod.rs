@@ -14,6 +14,7 @@
 //! container created.
 
 pub(crate) mod beneath;
+mod copy;
 mod directory;
 mod disk;
 mod driver;
@@ -28,6 +29,7 @@ mod packed;
 mod probe;
 mod reader;
 mod record;
+mod snapshots;
 mod times;
 mod volatile;
 pub(crate) mod work;
@@ -45,6 +47,11 @@ pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, host_mode};
 pub use reader::UpperReader;
 pub use record::{DiskRecord, FileSystem, ImageName, InstanceRecord, SCHEMA};
+pub(crate) use snapshots::{NewSnapshot, SNAPSHOTS};
+pub use snapshots::{
+    UpperSnapshot, fork_upper, list_snapshots, remove_snapshot, roll_back_upper, snapshot_path,
+    take_snapshot,
+};
 pub use times::TimesMark;
 pub(crate) use times::modified;
 pub(crate) use work::list;

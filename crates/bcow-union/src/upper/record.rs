@@ -21,7 +21,7 @@ pub const DISK_SCHEMA: &str = "bcow.instance/2";
 /// The name of the disk in [`META`], in an upper of the kernel driver.
 pub(super) const DISK: &str = "disk.bcow";
 /// The name of the file in [`META`], and of the temporary file that replaces it.
-const FILE: &str = "instance.json";
+pub(super) const FILE: &str = "instance.json";
 const NEW_FILE: &str = "instance.json.new";
 /// The longest record that is read, in bytes.
 const MAX_BYTES: u64 = 64 << 10;
@@ -51,6 +51,9 @@ pub struct InstanceRecord {
     /// packed ones.
     #[serde(default, rename = "sketches", skip_serializing_if = "Option::is_none")]
     pub partials: Option<PartialForm>,
+    /// The name of the snapshot; `None` in any other upper.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
     /// The program that created the upper.
     pub created_by: String,
 }
@@ -177,6 +180,14 @@ impl InstanceRecord {
     /// The identity as bytes; `None` if the text is not a valid identity, which a read rejects.
     pub fn identity(&self) -> Option<[u8; 32]> {
         from_hex(&self.image)
+    }
+
+    /// Fails for a snapshot, which never changes.
+    pub(super) fn refuse_snapshot(&self, path: &Path) -> Result<(), UpperError> {
+        match &self.snapshot {
+            Some(_) => Err(UpperError::Snapshot(path.to_owned())),
+            None => Ok(()),
+        }
     }
 
     /// Reads the record in the directory `meta` of the upper at `path`; `None` if it is missing.

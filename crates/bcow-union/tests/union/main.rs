@@ -16,5 +16,6 @@ mod names;
 mod opening;
 mod random;
 mod room;
+mod snapshots;
 mod tree;
 mod unmounted;

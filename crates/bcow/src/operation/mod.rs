@@ -49,8 +49,8 @@ pub use name::{NameError, name_backing, require_in_reach};
 pub use rebase::{rebase, rebase_reference};
 pub use rewrite::{RewriteOptions, WRITABLE_LOG_BYTES, rewrite};
 pub use snapshot::{
-    SnapshotError, Snapshotted, absorb_backing, remove_unfinished, snapshot, snapshot_name,
-    snapshot_path, sync_directory_of,
+    SnapshotError, Snapshotted, absorb_backing, is_snapshot_name, remove_unfinished, snapshot,
+    snapshot_name, snapshot_path, sync_directory_of,
 };
 
 /// Bytes per step of an operation.

@@ -97,10 +97,15 @@ pub enum SnapshotError {
     Exchange(io::Error),
 }
 
+/// Whether a snapshot can have this name.
+pub fn is_snapshot_name(name: &str) -> bool {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    name.starts_with(|c: char| c.is_ascii_alphanumeric()) && name.chars().all(is_allowed)
+}
+
 /// The path of the snapshot `name` of the disk at `disk`, whose links are resolved.
 pub fn snapshot_path(disk: &Path, name: &str) -> Result<PathBuf, SnapshotError> {
-    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    if !name.starts_with(|c: char| c.is_ascii_alphanumeric()) || !name.chars().all(is_allowed) {
+    if !is_snapshot_name(name) {
         return Err(SnapshotError::Name);
     }
     let file = disk.file_name().and_then(|file| file.to_str());
