@@ -21,7 +21,8 @@ use crate::ui::Ui;
 /// the commands that use it need --backing-dir. The command never overwrites an existing file.
 ///
 /// `bcow fork UPPER@NAME NEW` makes a further upper of the kernel driver, which stores only its own
-/// changes too; `bcow mount IMG DIR --upper NEW` mounts it. It must be in the same file system. In
+/// changes too; `bcow mount IMG DIR --upper NEW` mounts it. It must be in the same file system. Of
+/// the FUSE driver, the new upper is a copy, which shares blocks where the host has reflinks. In
 /// place of UPPER, the command takes the directory where it is mounted.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -44,23 +45,26 @@ pub struct Args {
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let new = new_path(&args.new)?;
     let (of, forked) = match Target::with_snapshot(&args.from)? {
-        (Target::Disk(disk), _) => ("disk", fork(&disk, new, &args.stores)?),
+        (Target::Disk(disk), _) => ("disk", Some(fork(&disk, new, &args.stores)?)),
         (Target::Upper(upper), name) => ("upper", fork_upper(&upper, name.as_deref(), new)?),
     };
     if args.json {
         return ui.print_json(&json!({
             "schema": "bcow.fork/1",
             of: args.new.to_string(),
-            "bytes": forked.bytes,
-            "backing": forked.backing,
+            "bytes": forked.as_ref().map(|disk| disk.bytes),
+            "backing": forked.as_ref().map(|disk| &disk.backing),
         }));
     }
-    ui.status(format_args!(
-        "{}: writable {of} of {} ({}) over {}",
-        args.new.display(),
-        Human(forked.bytes),
-        plural(forked.bytes, "byte"),
-        forked.backing
-    ));
+    let (new, from) = (args.new.display(), args.from.display());
+    match forked {
+        Some(disk) => ui.status(format_args!(
+            "{new}: writable {of} of {} ({}) over {}",
+            Human(disk.bytes),
+            plural(disk.bytes, "byte"),
+            disk.backing
+        )),
+        None => ui.status(format_args!("{new}: upper with the content of {from}")),
+    }
     Ok(())
 }

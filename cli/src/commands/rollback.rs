@@ -14,8 +14,8 @@ use crate::ui::Ui;
 ///
 /// A new empty disk over the snapshot takes the place of the disk, in one step. What was written to
 /// the disk since its last snapshot is lost, unless --keep makes it a snapshot first. All snapshots
-/// stay, also later ones. An upper of the kernel driver has a disk. The disk or the upper must not be
-/// in use.
+/// stay, also later ones. An upper of the kernel driver has a disk. An upper of the FUSE
+/// driver is replaced by a copy of its snapshot. The disk or the upper must not be in use.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk, or the upper
@@ -39,7 +39,7 @@ pub struct Args {
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (disk, name, keep) = (&args.disk, &args.name, args.keep.as_deref());
     let (of, rolled_back) = match Target::of(disk)? {
-        Target::Disk(disk) => ("disk", roll_back(&disk, name, keep, &args.stores)?),
+        Target::Disk(disk) => ("disk", Some(roll_back(&disk, name, keep, &args.stores)?)),
         Target::Upper(upper) => ("upper", roll_back_upper(&upper, name, keep)?),
     };
     if args.json {
@@ -48,7 +48,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             of: disk.to_string(),
             "snapshot": name,
             "kept": keep,
-            "backing": rolled_back.backing,
+            "backing": rolled_back.map(|disk| disk.backing),
         }));
     }
     let kept = keep.map_or(String::new(), |keep| {

@@ -21,15 +21,16 @@ use crate::ui::Ui;
 /// disk over it gets the name DISK. DISK@NAME is a file name, which every command takes that reads
 /// an image or a disk. bcow never writes to it.
 ///
-/// `bcow snapshot UPPER NAME` does the same with an upper of the kernel driver, which has a disk. Its
-/// snapshot has the name UPPER@NAME for `bcow fork`. In place of an upper or a disk, the command
-/// takes the directory where it is mounted.
+/// `bcow snapshot UPPER NAME` does the same with an upper of the kernel driver, which has a disk.
+/// Its snapshot has the name UPPER@NAME for `bcow fork`. A snapshot of an upper of the FUSE driver
+/// is a copy, UPPER/.bcow/snapshots/NAME, which shares its blocks where the host has reflinks. In
+/// place of an upper or a disk, the command takes the directory where it is mounted.
 ///
 /// `bcow fork` makes a further disk or upper over a snapshot, and `bcow rollback` goes back to one.
 ///
-/// If `bcow serve`, `bcow attach` or `bcow mount` uses it, that process takes the snapshot: programs
-/// wait for a moment and see no error, and all that they wrote before is in the snapshot. The file
-/// system of a mount is frozen meanwhile. What another process uses is refused.
+/// If `bcow serve`, `bcow attach` or `bcow mount` uses it, that process takes the snapshot:
+/// programs wait for a moment and see no error, and all that they wrote before is in the snapshot.
+/// The file system of a mount is frozen meanwhile. What another process uses is refused.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Args {

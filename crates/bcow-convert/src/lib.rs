@@ -56,6 +56,6 @@ pub use options::{BlockSize, Compress, Encoding, parse_block_size, parse_compres
 pub use rewrite::operation_failure;
 pub use snapshots::{ForkedDisk, RemovedSnapshot, fork, remove_snapshot, roll_back, take_snapshot};
 pub use upper_snapshots::{
-    fork_upper, remove_upper_snapshot, roll_back_upper, take_upper_snapshot,
+    fork_upper, remove_upper_snapshot, roll_back_upper, take_upper_snapshot, upper_snapshots,
 };
 pub use work::Work;

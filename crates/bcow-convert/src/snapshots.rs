@@ -23,7 +23,7 @@ use bcow_images::error::{CommandError, Context};
 use bcow_images::image::{StoreArgs, cannot_open_file};
 use bcow_images::new_file::NewFile;
 use bcow_images::requests::{ask, cannot_snapshot};
-use bcow_images::snapshots::{disk_path, disks_over, find_snapshot, snapshots};
+use bcow_images::snapshots::{Snapshot, disk_path, disks_over, find_snapshot, snapshots};
 
 use crate::rewrite::operation_failure;
 use crate::work::Work;
@@ -75,16 +75,15 @@ pub fn fork(from: &Name, new: &Path, stores: &StoreArgs) -> Result<ForkedDisk, C
         Err(error) if error.may_pass() => require_in_reach(new, &disk_path(from)?, stores)?,
         found => drop(found?),
     }
-    let snapshot = take_snapshot(from, &free_name(&disk_path(from)?)?, stores)?;
+    let snapshot = take_snapshot(from, &free_name(&snapshots(&disk_path(from)?)?), stores)?;
     write_over(&Name::file(&snapshot), file, new, stores)
 }
 
-/// The name of the snapshot for a fork of the disk at `disk`.
-pub(crate) fn free_name(disk: &Path) -> Result<String, CommandError> {
-    let taken = snapshots(disk)?;
+/// The name of the snapshot for a fork of what has these snapshots.
+pub(crate) fn free_name(taken: &[Snapshot]) -> String {
     let is_free = |name: &String| taken.iter().all(|snapshot| snapshot.name != *name);
     let name = (1..).map(|number| format!("fork-{number}")).find(is_free);
-    Ok(name.unwrap_or_default())
+    name.unwrap_or_default()
 }
 
 /// Writes an empty disk over `below` into `file`, which becomes `path`.

@@ -1,5 +1,7 @@
 //! Snapshots of the uppers of writable mounts, forks of them, and the way back to a snapshot.
 //!
+//! A snapshot of an upper of the FUSE driver is a further upper in it.
+//!
 //! An upper of the kernel driver has a disk, and its snapshots are those of the disk. The disk is
 //! over a view of an image; none of the operations reads the image. A fork is an upper with hard
 //! links of the snapshot and of the snapshots below it, under the same names. So each file exists
@@ -14,7 +16,7 @@ use std::sync::Arc;
 use bcow::chain::MAX_DEPTH;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::lock::FileLock;
-use bcow::operation::{Snapshotted, snapshot, sync_directory_of};
+use bcow::operation::{Snapshotted, is_snapshot_name, snapshot, sync_directory_of};
 use bcow::{
     BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, LockFileError, LockedFile,
     OpenOptions, UnreadBackings, backing_of,
@@ -24,9 +26,11 @@ use bcow_images::error::{CommandError, Context};
 use bcow_images::new_file::NewFile;
 use bcow_images::requests::{ask, cannot_snapshot};
 use bcow_images::running::LOCK_IN_UPPER;
-use bcow_images::snapshots::find_snapshot;
+use bcow_images::snapshots::{Snapshot, find_snapshot, snapshots};
 use bcow_images::upper::cannot_use;
-use bcow_union::{DiskInstance, Driver, META, SyncPolicy, UpperError, disk_path};
+use bcow_union::{
+    DiskInstance, Driver, META, SyncPolicy, UpperError, UpperSnapshot, disk_path, snapshot_path,
+};
 use rustix::fs::{CWD, Mode, RenameFlags, renameat_with};
 
 use crate::snapshots::{ForkedDisk, RemovedSnapshot, free_name, remove_from, require_nothing_over};
@@ -49,7 +53,6 @@ struct LockedUpper {
 
 impl LockedUpper {
     fn open(upper: &Path, command: &str) -> Result<Self, CommandError> {
-        require_kernel_driver(upper)?;
         let instance = DiskInstance::open_existing(upper, &lock_note(command));
         let mut instance = instance.map_err(|error| cannot_use(&error))?;
         match (instance.take_disk(), instance.record()) {
@@ -74,27 +77,60 @@ impl LockedUpper {
     }
 }
 
-fn require_kernel_driver(upper: &Path) -> Result<(), CommandError> {
-    match bcow_union::driver_of(upper).map_err(|error| cannot_use(&error))? {
-        Some(Driver::Kernel) => Ok(()),
-        _ => Err(
-            CommandError::new(format!("cannot use the upper {}", upper.display()))
-                .caused_by_text("snapshots of an upper of the FUSE driver are not supported yet"),
-        ),
-    }
+fn driver_of(upper: &Path) -> Result<Option<Driver>, CommandError> {
+    bcow_union::driver_of(upper).map_err(|error| cannot_use(&error))
 }
 
 /// Makes the content of the upper at `upper` its snapshot `name`. If it is mounted, the process of
 /// the mount does it. Returns the path of the snapshot.
 pub fn take_upper_snapshot(upper: &Path, name: &str) -> Result<PathBuf, CommandError> {
-    let error = match LockedUpper::open(upper, "snapshot") {
-        Ok(locked) => return Ok(locked.snapshot(name)?.path),
-        Err(error) => error,
-    };
-    if error.may_pass() && ask(&upper.join(LOCK_IN_UPPER), upper.display(), name)? {
-        find_snapshot(upper.display(), &disk_path(upper), name)
+    let is_disk = driver_of(upper)? == Some(Driver::Kernel);
+    let taken = if is_disk {
+        LockedUpper::open(upper, "snapshot").and_then(|locked| Ok(locked.snapshot(name)?.path))
     } else {
-        Err(error)
+        let taken = bcow_union::take_snapshot(upper, name, &lock_note("snapshot"));
+        taken.map_err(|error| cannot_use(&error))
+    };
+    match taken {
+        Err(error) if error.may_pass() => {
+            if !ask(&upper.join(LOCK_IN_UPPER), upper.display(), name)? {
+                Err(error)
+            } else if is_disk {
+                find_snapshot(upper.display(), &disk_path(upper), name)
+            } else {
+                tree_snapshot(upper, name)
+            }
+        }
+        taken => taken,
+    }
+}
+
+/// The snapshots of the upper at `upper`, the oldest first.
+pub fn upper_snapshots(upper: &Path) -> Result<Vec<Snapshot>, CommandError> {
+    if driver_of(upper)? == Some(Driver::Kernel) {
+        return snapshots(&disk_path(upper));
+    }
+    let found = bcow_union::list_snapshots(upper).map_err(|error| cannot_use(&error))?;
+    let of = |found: UpperSnapshot| Snapshot {
+        path: snapshot_path(upper, &found.name),
+        name: found.name,
+        taken: found.taken,
+        bytes: found.stored_bytes,
+        stored_bytes: found.stored_bytes,
+        backing: None,
+        used_by: Vec::new(),
+        other_links: 0,
+    };
+    Ok(found.into_iter().map(of).collect())
+}
+
+/// The path of the snapshot `name` of an upper of the FUSE driver.
+fn tree_snapshot(upper: &Path, name: &str) -> Result<PathBuf, CommandError> {
+    let path = snapshot_path(upper, name);
+    if is_snapshot_name(name) && path.is_dir() {
+        Ok(path)
+    } else {
+        Err(cannot_use(&UpperError::NoSnapshot(path)))
     }
 }
 
@@ -105,6 +141,14 @@ pub fn remove_upper_snapshot(
     name: &str,
     work: &Work<'_>,
 ) -> Result<RemovedSnapshot, CommandError> {
+    if driver_of(upper)? == Some(Driver::Fuse) {
+        let removed = bcow_union::remove_snapshot(upper, name, &lock_note("snapshot rm"));
+        removed.map_err(|error| cannot_use(&error))?;
+        return Ok(RemovedSnapshot {
+            into: None,
+            bytes: 0,
+        });
+    }
     let LockedUpper { file, instance } = LockedUpper::open(upper, "snapshot rm")?;
     let open = |file: &LockedFile| {
         let options = OpenOptions::default();
@@ -117,13 +161,24 @@ pub fn remove_upper_snapshot(
     removed
 }
 
-/// Replaces the disk of the upper at `upper` by an empty one over its snapshot `name`. What the
-/// disk had becomes the snapshot `keep`; without one, its data since its last snapshot is lost.
+/// Gives the upper at `upper` the content of its snapshot `name`. What it had becomes the snapshot
+/// `keep`; without one, its changes since its last snapshot are lost. Returns the disk, for the
+/// kernel driver.
 pub fn roll_back_upper(
     upper: &Path,
     name: &str,
     keep: Option<&str>,
-) -> Result<ForkedDisk, CommandError> {
+) -> Result<Option<ForkedDisk>, CommandError> {
+    if driver_of(upper)? == Some(Driver::Fuse) {
+        let note = lock_note("rollback");
+        tree_snapshot(upper, name)?;
+        keep.map_or(Ok(upper.to_owned()), |keep| {
+            bcow_union::take_snapshot(upper, keep, &note)
+        })
+        .and_then(|_| bcow_union::roll_back_upper(upper, name, &note))
+        .map_err(|error| cannot_use(&error))?;
+        return Ok(None);
+    }
     let mut locked = LockedUpper::open(upper, "rollback")?;
     let cannot = || format!("cannot roll back {}", upper.display());
     let path = locked.file.path().to_owned();
@@ -144,13 +199,20 @@ pub fn roll_back_upper(
     new.complete()?;
     // A snapshot is durable, also that of a volatile mount.
     let _ = locked.instance.forget_volatile();
-    Ok(forked)
+    Ok(Some(forked))
 }
 
-/// Makes a new upper at `new` that begins with the snapshot `name` of the upper at `from`. Without a
-/// name, it takes a snapshot first.
-pub fn fork_upper(from: &Path, name: Option<&str>, new: &Path) -> Result<ForkedDisk, CommandError> {
-    require_kernel_driver(from)?;
+/// Makes a new upper at `new` that begins with the snapshot `name` of the upper at `from`, or
+/// without a name with its content. Of the kernel driver, it takes a snapshot first then, and
+/// returns the disk of the new upper.
+pub fn fork_upper(
+    from: &Path,
+    name: Option<&str>,
+    new: &Path,
+) -> Result<Option<ForkedDisk>, CommandError> {
+    if driver_of(from)? == Some(Driver::Fuse) {
+        return fork_tree(from, name, new).map(|()| None);
+    }
     let cannot = || format!("cannot create {}", new.display());
     let begun = NewDirectory::begin(new).context(cannot)?;
     let path = disk_path(from);
@@ -161,7 +223,7 @@ pub fn fork_upper(from: &Path, name: Option<&str>, new: &Path) -> Result<ForkedD
     }
     let snapshot = match name {
         Some(name) => find_snapshot(from.display(), &path, name)?,
-        None => take_upper_snapshot(from, &free_name(&path)?)?,
+        None => take_upper_snapshot(from, &free_name(&snapshots(&path)?))?,
     };
     let meta = begun.path.join(META);
     private().create(&meta).context(cannot)?;
@@ -193,7 +255,26 @@ pub fn fork_upper(from: &Path, name: Option<&str>, new: &Path) -> Result<ForkedD
     let sync = |path: &Path| File::open(path)?.sync_all();
     sync(&written).and_then(|()| sync(&meta)).context(cannot)?;
     begun.complete(new).context(cannot)?;
-    Ok(forked)
+    Ok(Some(forked))
+}
+
+/// As [`fork_upper`], for the FUSE driver.
+fn fork_tree(from: &Path, name: Option<&str>, new: &Path) -> Result<(), CommandError> {
+    let fork = |from: &Path| bcow_union::fork_upper(from, new).map_err(|error| cannot_use(&error));
+    if let Some(name) = name {
+        return fork(&tree_snapshot(from, name)?);
+    }
+    match fork(from) {
+        // It is mounted.
+        Err(error) if error.may_pass() => {
+            let name = free_name(&upper_snapshots(from)?);
+            let snapshot = take_upper_snapshot(from, &name)?;
+            let forked = fork(&snapshot);
+            let removed = bcow_union::remove_snapshot(from, &name, &lock_note("fork"));
+            forked.and(removed.map_err(|error| cannot_use(&error)))
+        }
+        forked => forked,
+    }
 }
 
 /// The record at `path`, for a file system of `bytes` bytes.

@@ -59,12 +59,4 @@ impl AnySession {
             AnySession::Kernel(_) => None,
         }
     }
-
-    /// The session of a mount with the kernel driver.
-    pub fn kernel(&self) -> Option<&KernelSession> {
-        match self {
-            AnySession::Fuse(_) => None,
-            AnySession::Kernel(session) => Some(session),
-        }
-    }
 }

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use bcow_union::UpperError;
 use bcow_union::errors::ErrorLog;
 use bcow_union::fs::UnionFs;
 use fuser::InitFlags;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 
 use crate::adapter::readonly::ReadOnly;
 use crate::adapter::sharing::Sharing;
@@ -88,7 +89,14 @@ pub struct Closer(Arc<dyn Fn() -> Result<(), MountError> + Send + Sync>);
 pub struct Stopper {
     union: Weak<UnionFs>,
     outcome: Weak<Outcome>,
-    gate: Arc<RwLock<()>>,
+    gate: Gate,
+}
+
+/// Takes snapshots of the upper of a [`Session`] from another thread.
+#[derive(Debug, Clone)]
+pub struct Snapshotter {
+    union: Weak<UnionFs>,
+    gate: Gate,
 }
 
 /// Ends a session from another thread.
@@ -148,7 +156,7 @@ impl Session {
         stats.set_mounted(mount.target(), content.errors());
         let (request_threads, config) = RequestThreads::with_settings(threads);
         let (agreed, kept_stats) = (Arc::default(), Arc::clone(&stats));
-        let gate = gate(&content);
+        let gate = Gate::default();
         let seen = Arc::clone(&agreed);
         let mut slots = Vec::new();
         let (content, sharing) = match content {
@@ -258,10 +266,21 @@ impl Session {
     /// or if no process can.
     pub fn stopper(&self) -> Option<Stopper> {
         let closing = self.union.as_ref()?;
+        closing.union.ledger()?;
         Some(Stopper {
             union: Arc::downgrade(&closing.union),
             outcome: Arc::downgrade(&closing.outcome),
-            gate: Arc::clone(self.gate.as_ref()?),
+            gate: self.gate.clone(),
+        })
+    }
+
+    /// A handle that takes snapshots of the upper while the session is being served; `None` without
+    /// an upper.
+    pub fn snapshotter(&self) -> Option<Snapshotter> {
+        let closing = self.union.as_ref()?;
+        Some(Snapshotter {
+            union: Arc::downgrade(&closing.union),
+            gate: self.gate.clone(),
         })
     }
 
@@ -339,6 +358,20 @@ impl Stopper {
     }
 }
 
+impl Snapshotter {
+    /// Whether the session has not ended.
+    pub fn is_open(&self) -> bool {
+        self.union.strong_count() > 0
+    }
+
+    /// Takes the snapshot `name`; `None` if the session has ended. Requests wait until the upper is
+    /// copied.
+    pub fn take(&self, name: &str) -> Option<Result<(), UpperError>> {
+        let union = self.union.upgrade()?;
+        Some(union.snapshot(name, || self.gate.write()).map(drop))
+    }
+}
+
 impl Content {
     fn writing(&self) -> Writing {
         match self {
@@ -352,14 +385,6 @@ impl Content {
             Content::Image(fs) => fs.errors(),
             Content::Union(fs) | Content::Shared(fs, _) => fs.errors(),
         }
-    }
-}
-
-/// The gate of a mount that another process may take over.
-fn gate(content: &Content) -> Gate {
-    match content {
-        Content::Union(fs) | Content::Shared(fs, _) => fs.ledger().map(|_| Arc::default()),
-        Content::Image(_) => None,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Requests for snapshots to the processes that serve disks and mounts.
 
 use std::fmt;
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
@@ -53,6 +54,12 @@ pub fn ask(path: &Path, shown: impl fmt::Display, name: &str) -> Result<bool, Co
         inode: file.ino(),
         snapshot: name.to_owned(),
     };
+    // The process cannot do this: the kernel sends it what programs wrote to maps.
+    for mountpoint in service.at.iter().filter(|_| service.kind == "mount") {
+        File::open(mountpoint)
+            .and_then(|root| Ok(rustix::fs::syncfs(root)?))
+            .context(|| format!("cannot synchronize {mountpoint}"))?;
+    }
     match exchange(&service, path, &request).context(cannot)? {
         SnapshotAnswer::Done => Ok(true),
         SnapshotAnswer::Failed(error) => Err(error),

@@ -14,12 +14,13 @@ use std::time::{Duration, Instant, SystemTime};
 
 use bcow::operation::LiveDisk;
 use bcow_fuse::kernel::{DiskFiles, DiskSnapshots};
-use bcow_fuse::{KernelSession, MountError};
+use bcow_fuse::session::Snapshotter;
+use bcow_fuse::{AnySession, MountError};
 use bcow_images::disks::lock_note;
 use bcow_images::error::{CommandError, Context};
 use bcow_images::requests::{MAX_REQUEST_BYTES, SnapshotAnswer, SnapshotRequest, cannot_snapshot};
 use bcow_images::running::LOCK_IN_UPPER;
-use bcow_images::upper::note;
+use bcow_images::upper::{cannot_use, note};
 use bcow_union::log::{self, Severity};
 
 pub use bcow_mount::hold_frozen;
@@ -229,26 +230,55 @@ fn freezer(target: &Path, device: &str) -> Command {
     command
 }
 
+/// A mount with the FUSE driver.
+struct FuseMount {
+    snapshots: Snapshotter,
+    /// The device number and the inode number of the lock of its upper.
+    lock: (u64, u64),
+}
+
+impl Live for FuseMount {
+    fn is_open(&self) -> bool {
+        self.snapshots.is_open()
+    }
+
+    fn is_at(&self, device: u64, inode: u64) -> bool {
+        self.is_open() && self.lock == (device, inode)
+    }
+
+    fn snapshot(&self, name: &str) -> Result<(), CommandError> {
+        let taken = self.snapshots.take(name).unwrap_or(Ok(()));
+        taken.map_err(|error| cannot_use(&error))
+    }
+}
+
 impl Mounted {
     /// Takes requests of other commands from now on. `is_replaced` gets what another process needs
     /// to continue with a disk, whenever that changes.
     pub fn take_requests(&mut self, is_replaced: impl Fn(&DiskFiles) + Send + Sync + 'static) {
-        let Some(snapshots) = self.session.kernel().and_then(KernelSession::snapshots) else {
-            return;
-        };
         let at = self.service.at.join(", ");
         let lock = self.service.upper.as_ref().map(|upper| {
             let lock = std::fs::metadata(Path::new(upper).join(LOCK_IN_UPPER));
             lock.map_or((0, 0), |lock| (lock.dev(), lock.ino()))
         });
-        let mount = KernelMount {
-            note: note(Path::new(&at)),
-            at,
-            snapshots,
-            lock,
-            is_replaced,
+        let live: Arc<dyn Live> = match (&self.session, lock) {
+            (AnySession::Fuse(session), Some(lock)) => match session.snapshotter() {
+                Some(snapshots) => Arc::new(FuseMount { snapshots, lock }),
+                None => return,
+            },
+            (AnySession::Fuse(_), None) => return,
+            (AnySession::Kernel(session), lock) => match session.snapshots() {
+                Some(snapshots) => Arc::new(KernelMount {
+                    note: note(Path::new(&at)),
+                    at,
+                    snapshots,
+                    lock,
+                    is_replaced,
+                }),
+                None => return,
+            },
         };
-        self.service.control = register(Arc::new(mount), "mount");
+        self.service.control = register(live, "mount");
     }
 }
 

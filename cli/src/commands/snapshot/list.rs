@@ -1,5 +1,6 @@
 //! `bcow snapshot list`
 
+use bcow_convert::upper_snapshots;
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::snapshots::{Snapshot, disk_path, snapshots};
@@ -28,11 +29,10 @@ pub struct Args {
 }
 
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let (of, path) = match Target::of(&args.disk)? {
-        Target::Disk(disk) => ("disk", disk_path(&disk)?),
-        Target::Upper(upper) => ("upper", bcow_union::disk_path(&upper)),
+    let (of, snapshots) = match Target::of(&args.disk)? {
+        Target::Disk(disk) => ("disk", snapshots(&disk_path(&disk)?)?),
+        Target::Upper(upper) => ("upper", upper_snapshots(&upper)?),
     };
-    let snapshots = snapshots(&path)?;
     if args.json {
         return ui.print_json(&json!({
             "schema": "bcow.snapshots/1",

@@ -62,12 +62,13 @@ pub(crate) struct Writable {
     agreed: Arc<AtomicU64>,
 }
 
-/// Passes the requests of a mount, until another process shall take the mount over. A request that
-/// waits here when the process ends was not executed, and the kernel sends it to the other process.
+/// Passes the requests of a mount, except while a snapshot is taken, and until another process
+/// shall take the mount over. A request that waits here when the process ends was not executed, and
+/// the kernel sends it to the other process.
 ///
-/// Each request holds the lock shared while it is executed. Nothing holds it exclusively before the
-/// end of the process. It is acquired before all locks of the file system.
-pub(crate) type Gate = Option<Arc<RwLock<()>>>;
+/// Each request holds the lock shared while it is executed. It is acquired before all locks of the
+/// file system.
+pub(crate) type Gate = Arc<RwLock<()>>;
 
 impl Writable {
     pub(crate) fn new(
@@ -204,19 +205,23 @@ impl Writable {
     }
 
     fn begin(&self, request: &Request, operation: Operation, node: NodeId) -> Passing<'_> {
-        if self.gate.is_some() {
+        if self.can_be_taken_over() {
             buffers::make_present(request);
         }
         Passing {
             _answering: Answering::begin(&self.request_threads, &self.stats, operation, node),
-            _passing: self.gate.as_ref().map(|gate| gate.read()),
+            _passing: self.gate.read(),
         }
+    }
+
+    fn can_be_taken_over(&self) -> bool {
+        self.fs.ledger().is_some()
     }
 }
 
 /// A request that this thread executes.
 struct Passing<'a> {
-    _passing: Option<RwLockReadGuard<'a, ()>>,
+    _passing: RwLockReadGuard<'a, ()>,
     _answering: Answering<'a>,
 }
 
@@ -259,9 +264,10 @@ impl fuser::Filesystem for Writable {
         self.agreed.store(offered.bits(), Ordering::Relaxed);
         self.opens_unasked = offered.contains(InitFlags::FUSE_NO_OPEN_SUPPORT);
         self.drops_set_id = offered.contains(InitFlags::FUSE_HANDLE_KILLPRIV_V2);
-        let _ = config.set_max_write(match self.gate {
-            Some(_) => buffers::WRITE_BYTES_IN_POOL,
-            None => WRITE_BYTES,
+        let _ = config.set_max_write(if self.can_be_taken_over() {
+            buffers::WRITE_BYTES_IN_POOL
+        } else {
+            WRITE_BYTES
         });
         Ok(())
     }
