@@ -2,10 +2,10 @@
 
 A test makes the trouble of a section, then runs the commands of the section's code blocks in their
 order, and compares their output with that of the page. `/srv` of the page is a directory of the
-test, `registry.example.org` a server of the test. In an output, `...` stands for any text, and a
-number for any number; a number with four digits or more stands for the same one in the whole
-section, also in commands. The units of sizes and times are any. White space counts as one space. A
-command without output on the page must succeed.
+test, `registry.example.org` a server of the test. In an output, `...` is any text, and a number is
+any number; a number with four digits or more is the same one in the whole section, also in
+commands. The units of sizes and times are any. White space counts as one space. A command without
+output on the page must succeed.
 """
 
 import base64
