@@ -457,7 +457,9 @@ impl bcow_oci::Progress for Progress<'_> {
     /// Several phases may share one count.
     fn phase(&self, name: &str) {
         // The first one starts a thread.
-        self.bar.enable_steady_tick(Duration::from_millis(200));
+        if !self.bar.is_hidden() {
+            self.bar.enable_steady_tick(Duration::from_millis(200));
+        }
         // A phase without a count has no line yet.
         self.line_if_due();
         self.bar.set_message(printable(name).into_owned());

@@ -32,14 +32,11 @@ pub(crate) fn run<T: Send>(
                 .push((index, result));
         }
     };
-    match threads.min(order.len()) {
-        0 | 1 => worker(),
-        threads => std::thread::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(worker);
-            }
-        }),
-    }
+    std::thread::scope(|scope| {
+        // This thread works too, alone if the system refuses others.
+        let _ = (1..threads.min(order.len())).all(|_| bcow::sync::start(scope, worker));
+        worker();
+    });
     let mut done = done
         .into_inner()
         .unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -53,6 +53,24 @@ pub fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<
         .unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Starts a thread, unless the system refuses one more. Returns whether it has started.
+#[cfg(not(feature = "shuttle"))]
+pub fn start<'scope, F>(scope: &'scope thread::Scope<'scope, '_>, work: F) -> bool
+where
+    F: FnOnce() + Send + 'scope,
+{
+    thread::Builder::new().spawn_scoped(scope, work).is_ok()
+}
+
+#[cfg(feature = "shuttle")]
+pub fn start<'scope, F>(scope: &'scope thread::Scope<'scope, '_>, work: F) -> bool
+where
+    F: FnOnce() + Send + 'scope,
+{
+    scope.spawn(work);
+    true
+}
+
 /// A small number that identifies the thread in the process.
 #[cfg(not(feature = "shuttle"))]
 pub fn thread_number() -> usize {

@@ -1,7 +1,7 @@
 //! Runs work over an index range on a few threads, with results in order.
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Mutex, lock, thread};
+use crate::sync::{Mutex, lock, start, thread};
 
 /// Returns `work(0)`, ..., `work(count - 1)` in index order, computed by up to `threads` threads.
 /// After an error no further index is started; of several errors the one with the lowest index is
@@ -20,22 +20,23 @@ pub(crate) fn map_indexed<T: Send, E: Send>(
     // Collects finished results. It is locked once per index, after the work, with no other lock
     // held.
     let done = Mutex::new(Vec::new());
-    thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while !failed.load(Ordering::Relaxed) {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    if index >= count {
-                        break;
-                    }
-                    let result = work(index);
-                    if result.is_err() {
-                        failed.store(true, Ordering::Relaxed);
-                    }
-                    lock(&done).push((index, result));
-                }
-            });
+    let worker = || {
+        while !failed.load(Ordering::Relaxed) {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= count {
+                break;
+            }
+            let result = work(index);
+            if result.is_err() {
+                failed.store(true, Ordering::Relaxed);
+            }
+            lock(&done).push((index, result));
         }
+    };
+    thread::scope(|scope| {
+        // This thread works too, alone if the system refuses others.
+        let _ = (1..threads).all(|_| start(scope, worker));
+        worker();
     });
     let mut done = std::mem::take(&mut *lock(&done));
     done.sort_by_key(|(index, _)| *index);

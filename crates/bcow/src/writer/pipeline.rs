@@ -10,7 +10,7 @@
 
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
 use bcow_format::{Entry, SECTOR_BYTES, Stored, Uba};
 
@@ -76,11 +76,25 @@ impl Pipeline {
         placement: Placement,
         threads: usize,
     ) -> Result<Self, Error> {
-        let sink = Sink::new(storage, placement);
+        let stage = match Pipeline::start_threads(&storage, compression, placement, threads)? {
+            Some(stage) => stage,
+            None => Stage::Inline {
+                encoder: Encoder::new(compression)?,
+                sink: Sink::new(storage, placement),
+            },
+        };
+        Ok(Pipeline { compression, stage })
+    }
+
+    /// `None` if one thread has to do all the work, also because the system refuses others.
+    fn start_threads(
+        storage: &Arc<dyn Storage>,
+        compression: Compression,
+        placement: Placement,
+        threads: usize,
+    ) -> Result<Option<Stage>, Error> {
         if threads <= 1 {
-            let encoder = Encoder::new(compression)?;
-            let stage = Stage::Inline { encoder, sink };
-            return Ok(Pipeline { compression, stage });
+            return Ok(None);
         }
         let threads = threads.min(256);
         let (jobs, queue) = sync_channel::<Job>(threads * QUEUED_PER_THREAD);
@@ -91,21 +105,29 @@ impl Pipeline {
         for _ in 0..threads {
             let mut encoder = Encoder::new(compression)?;
             let queue = queue.clone();
-            encoders.push(std::thread::spawn(move || {
+            let started = Builder::new().spawn(move || {
                 while let Some(job) = next_job(&queue) {
                     // The result has no receiver if the sink has failed.
                     let _ = job.done.send(encoder.encode(job.block));
                 }
-            }));
+            });
+            match started {
+                Ok(encoder) => encoders.push(encoder),
+                Err(_) => break,
+            }
         }
-        let sink = std::thread::spawn(move || drain(sink, &results));
-        let stage = Stage::Threads {
+        if encoders.is_empty() {
+            return Ok(None);
+        }
+        let sink = Sink::new(Arc::clone(storage), placement);
+        let started = Builder::new().spawn(move || drain(sink, &results));
+        // Without the sink, the encoders end, because their queue does.
+        Ok(started.ok().map(|sink| Stage::Threads {
             jobs,
             order,
             encoders,
             sink,
-        };
-        Ok(Pipeline { compression, stage })
+        }))
     }
 
     /// Adds a full block at byte `logical` of the address space.
