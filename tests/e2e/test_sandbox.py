@@ -129,17 +129,46 @@ class Commands(Sandboxed):
         for name in (self.image, "images/disk.bcow"):
             self.check("fsck", "--data", name, reads=[ANY_FILE, self.image])
 
-    def test_a_disk_over_a_view_that_is_not_cached_is_checked(self):
+    def test_convert_reads_and_makes_one_file(self):
+        run("tar", "-C", "tree", "-cf", "layer.tar", ".")
+        os.mkdir("made")
+        beside = os.path.abspath("made/beside")
+        for source, destination in [("layer.tar", "made/new.bcow"),
+                                    ("qcow2:disk.qcow2", "made/disk.bcow"),
+                                    ("images/disk.bcow", "raw:made/disk.raw")]:
+            if source.startswith("qcow2"):
+                bcow("convert", "images/disk.bcow", source)
+            plain = destination.replace("made/", "")
+            bcow("convert", source, plain)
+            tries = [f"w{self.outside}", f"w{self.image}", f"w{beside}", f"r{ANY_FILE}"]
+            bcow("convert", source, destination, "--sandbox", "require",
+                 env=self.inside("write", *tries))
+            self.assert_refused(allowed=[f"w{beside}", f"r{ANY_FILE}"])
+            self.assertFalse(os.path.exists(self.outside))
+            self.assertTrue(read_bytes(destination.partition(":")[2] or destination)
+                            == read_bytes(plain.partition(":")[2] or plain))
+
+    def test_a_disk_over_a_view_that_is_not_cached_is_read(self):
         bcow("create", "-b", self.image, "--fs", "ext4", "images/over.bcow")
-        views = {"BCOW_VIEWS": os.path.abspath("views/of/user")}
-        bcow("fsck", "images/over.bcow", "--sandbox", "require", env=views)
-        bcow("ls", self.image, "--sandbox", "require", env=views)
+        views = os.path.abspath("views/of/user")
+        bcow("fsck", "images/over.bcow", "--sandbox", "require", env={"BCOW_VIEWS": views})
+        self.assertFalse(os.path.exists(views))
+        for command, *more in (["map"], ["convert", "raw:shown.raw"]):
+            done = bcow(command, "images/over.bcow", *more, "--sandbox", "require",
+                        env={"BCOW_VIEWS": views})
+            self.assertNotIn(b"warning", done.err)
+            view, = os.listdir(views)
+            others = 0o077 if command == "map" else 0o022
+            self.assertEqual(os.stat(f"{views}/{view}").st_mode & others, 0)
+            os.unlink(f"{views}/{view}")
 
     def test_a_sandbox_that_is_required_and_not_possible_is_an_error(self):
         for arguments, reason in [
                 (("ls", "https://localhost:1/a.bcow"), "needs the network"),
                 (("ls", self.image, "--backing-url", "https://localhost"), "needs the network"),
                 (("fsck", "--repair", self.image), "a repair writes"),
+                (("convert", "dir:tree", "new.bcow"), "is a directory"),
+                (("convert", self.image, "oci:new"), "is not a file"),
                 (("mount", self.image, "tree", "--upper", "upper"), "has an upper"),
                 (("mount", self.image, "tree", "--pool", "p"), "a pool has none")]:
             with self.subTest(arguments=arguments):
@@ -167,6 +196,8 @@ class Serve(Sandboxed):
         tries = [f"w{self.outside}", f"r{ANY_FILE}", *allowed]
         go = "go" if at == "pread64" else None
         env = {**os.environ, **self.inside(at, *tries, go=go)}
+        if name != self.image:
+            env["ESCAPE_CHANGES_ATTRIBUTES"] = "1"
         arguments = ("--socket", "s.sock", "--pid-file", "pid", "--sandbox", sandbox, *options)
         with served(name, *arguments, env=env) as server:
             pid = server.process.pid

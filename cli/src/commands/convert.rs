@@ -2,13 +2,16 @@
 
 use std::path::PathBuf;
 
+use bcow::chain::directory_of;
 use bcow_convert::{
     BlockSize, CacheReport, Compress, Conversion, ConvertReport, Converted, DiskReport, Encoding,
     parse_block_size, parse_compression,
 };
-use bcow_images::Name;
 use bcow_images::args::{CONVERT_FROM, CONVERT_TO, NameParser};
+use bcow_images::sandbox::{self, SandboxArgs};
+use bcow_images::{Name, NameForm, NameParts};
 use bcow_oci::{LayerOrigin, LayoutReport, Limits, Report};
+use bcow_sandbox::{Access, Attributes, CapabilitySet};
 
 use crate::error::CommandError;
 use crate::foreign_words::in_format;
@@ -177,6 +180,8 @@ pub struct Args {
     json: bool,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// Converts.
@@ -218,6 +223,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         },
         stores: &args.stores,
     };
+    enter_sandbox(args, source, destination)?;
     let converted = ui.work(|work| conversion.run(work))?;
     if let Some(left_out) = converted.report.left_out() {
         ui.note_left_out(source, left_out);
@@ -234,6 +240,32 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ConvertReport::ContainerdCache(report) => show_cache(name, report, ui),
     }
     out.finish()
+}
+
+/// Before the first thread. The process can read all files, because the source names others, and
+/// changes those in the directory of the destination.
+fn enter_sandbox(args: &Args, source: &Name, destination: &Name) -> Result<(), CommandError> {
+    let without = |reason| args.sandbox.without(reason).map(drop);
+    let path = match destination.parts() {
+        NameParts::File(path) | NameParts::Bcow(path) => path,
+        NameParts::Raw(path) | NameParts::Qcow2(path) => path,
+        _ => return without("the destination is not a file"),
+    };
+    if source.form() == NameForm::Directory {
+        // It can have attributes that only root reads.
+        return without("the source is a directory");
+    }
+    let (images, refused) = ([source, destination], Attributes::Refused);
+    let mut sandbox = args.sandbox.begin_with(images, &args.stores, refused)?;
+    let mut paths = vec![
+        (PathBuf::from("/"), Access::Read),
+        (directory_of(path), Access::Write),
+    ];
+    if !args.sandbox.is_off() {
+        paths.extend(sandbox::views_of(source));
+    }
+    let capabilities = CapabilitySet::DAC_OVERRIDE | CapabilitySet::SYS_RESOURCE;
+    sandbox::complete(&mut sandbox, &paths, capabilities)
 }
 
 fn print_image(name: &str, report: &Report, out: &mut Output) -> Result<(), CommandError> {

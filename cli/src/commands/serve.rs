@@ -24,7 +24,7 @@ use crate::names;
 use crate::running;
 use crate::ui::Ui;
 use bcow_images::args::{IMAGE, NameParser};
-use bcow_sandbox::{Access, CapabilitySet, Sandbox};
+use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox};
 use open::{DeviceOptions, Served};
 use ready::{PidFile, Signals, Waiting};
 
@@ -180,7 +180,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
     let mut options = server_options(args)?;
     let images = named.iter().map(|(_, image)| image);
-    let sandbox = args.sandbox.begin(images, &args.stores)?;
+    // A snapshot of a disk gets the owner and the mode of the disk.
+    let attributes = match args.read_only || args.snapshot {
+        true => Attributes::Refused,
+        false => Attributes::OfOpenFiles,
+    };
+    let begun = args.sandbox.begin_with(images, &args.stores, attributes);
+    let sandbox = begun?;
     let mut served = Served::default();
     let opening = DeviceOptions {
         stores: &args.stores,

@@ -10,7 +10,7 @@ use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
 use bcow_images::NameParts;
-use bcow_images::disks::{is_disk, lock_for_reading, open_for_repair};
+use bcow_images::disks::{lock_for_reading, open_for_repair};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::{cannot_open, cannot_open_file};
 use bcow_images::names::quoted;
@@ -71,12 +71,8 @@ pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
         lock_for_reading(asked.image.shown(), file, asked.stores.share())?;
     }
     // Before the progress has a thread. The files below are not known yet.
-    let mut paths = vec![(PathBuf::from("/"), Access::Read)];
-    let is_disk = asked.image.path().is_some_and(is_disk);
-    if let Some(views) = sandbox::place_of_views().filter(|_| is_disk) {
-        paths.push((views, Access::Write));
-    }
-    sandbox::complete(&mut sandbox, &paths, CapabilitySet::DAC_READ_SEARCH)?;
+    let all = (PathBuf::from("/"), Access::Read);
+    sandbox::complete(&mut sandbox, &[all], CapabilitySet::DAC_READ_SEARCH)?;
     asked.progress.phase("checking");
     let checked = check_all(asked, &found, places)?;
     let mut hints = hints(asked, &checked);

@@ -56,7 +56,8 @@ impl UnmountProcess {
     }
 }
 
-/// Unmounts whenever the other process asks for it, until that process ends.
+/// Unmounts when the other process asks for it. Ends with that process, or when the mount is gone:
+/// another mount can get its device number then.
 fn serve(socket: &UnixStream) -> io::Result<()> {
     keep_only(socket)?;
     let mut requests = BufReader::new(socket);
@@ -71,6 +72,9 @@ fn serve(socket: &UnixStream) -> io::Result<()> {
         let unmounted = if is_own { unmount_places(Some(device)) } else { Unmounted::Stays };
         let mut answers = socket;
         answers.write_all(&[unmounted as u8])?;
+        if !is_own || unmounted != Unmounted::Stays {
+            break;
+        }
     }
     Ok(())
 }

@@ -1,9 +1,13 @@
 //! The sandbox of a command that reads images.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
-use bcow_sandbox::{Access, CapabilitySet, Sandbox, When};
+use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, When};
+use rustix::fs::Mode;
 
+use crate::disks::is_disk;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
 use crate::{Name, views};
@@ -26,16 +30,28 @@ pub struct SandboxArgs {
 }
 
 impl SandboxArgs {
-    /// Begins the sandbox of a process that opens these images.
+    /// Begins the sandbox of a command that opens these images and creates no file but views.
     pub fn begin<'n>(
         &self,
         images: impl IntoIterator<Item = &'n Name>,
         stores: &StoreArgs,
     ) -> Result<Sandbox, CommandError> {
+        // The process cannot change the mode of a view later.
+        rustix::process::umask(Mode::from_raw_mode(0o077));
+        self.begin_with(images, stores, Attributes::Refused)
+    }
+
+    /// Begins the sandbox of a process that opens these images.
+    pub fn begin_with<'n>(
+        &self,
+        images: impl IntoIterator<Item = &'n Name>,
+        stores: &StoreArgs,
+        attributes: Attributes,
+    ) -> Result<Sandbox, CommandError> {
         if stores.may_need_network(images) {
             return self.without(NETWORK);
         }
-        Sandbox::begin(self.sandbox).context(cannot)
+        Sandbox::begin(self.sandbox, attributes).context(cannot)
     }
 
     /// The process gets no sandbox, which is an error if the user requires one.
@@ -68,11 +84,14 @@ pub fn close(mut sandbox: Sandbox) -> Result<(), CommandError> {
     complete(&mut sandbox, &[], CapabilitySet::empty())
 }
 
-/// The directory in which the directory of views is, or will be.
-pub fn place_of_views() -> Option<PathBuf> {
+/// What the process of a disk needs to make a view: its directory, which is made if it is missing,
+/// because the process cannot change the directory above.
+pub fn views_of(image: &Name) -> Option<(PathBuf, Access)> {
+    image.path().filter(|path| is_disk(path))?;
     let directory = views::directory(None)?;
-    let existing = directory.ancestors().find(|above| above.exists())?;
-    existing.parent().map(|_| existing.to_owned())
+    let mut builder = DirBuilder::new();
+    let made = builder.recursive(true).mode(0o700).create(&directory);
+    made.ok().map(|()| (directory, Access::Write))
 }
 
 /// Why a process has no sandbox.

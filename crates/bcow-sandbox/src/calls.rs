@@ -9,6 +9,8 @@ use seccompiler::{
     SeccompCondition, SeccompFilter, SeccompRule, sock_filter,
 };
 
+use crate::Attributes;
+
 /// Calls that start programs and processes, change other processes or the machine, or reach much
 /// code of the kernel.
 const DANGEROUS: &[c_long] = &[
@@ -26,6 +28,41 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_process_madvise,
     libc::SYS_kcmp,
     libc::SYS_pidfd_getfd,
+    libc::SYS_setpriority,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_sched_setattr,
+    libc::SYS_sched_setparam,
+    libc::SYS_sched_setscheduler,
+    libc::SYS_ioprio_set,
+    libc::SYS_migrate_pages,
+    libc::SYS_move_pages,
+    // Memory, semaphores and queues of other processes, which have no path.
+    libc::SYS_shmget,
+    libc::SYS_shmat,
+    libc::SYS_shmctl,
+    libc::SYS_semget,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_semctl,
+    libc::SYS_msgget,
+    libc::SYS_msgsnd,
+    libc::SYS_msgrcv,
+    libc::SYS_msgctl,
+    libc::SYS_mq_open,
+    libc::SYS_mq_unlink,
+    // Modes, owners, times and extended attributes of any file: Landlock does not refuse them, and
+    // the owner needs no capability.
+    libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    libc::SYS_fchownat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    SETXATTRAT,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    REMOVEXATTRAT,
+    libc::SYS_utimensat,
+    FILE_SETATTR,
     // Mounts.
     libc::SYS_mount,
     libc::SYS_umount2,
@@ -37,6 +74,7 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_fsmount,
     libc::SYS_fspick,
     libc::SYS_mount_setattr,
+    OPEN_TREE_ATTR,
     // Files by other ways than a path.
     libc::SYS_open_by_handle_at,
     libc::SYS_mknodat,
@@ -62,6 +100,7 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_swapoff,
     libc::SYS_acct,
     libc::SYS_quotactl,
+    libc::SYS_quotactl_fd,
     libc::SYS_syslog,
     libc::SYS_settimeofday,
     libc::SYS_clock_settime,
@@ -76,6 +115,18 @@ const DANGEROUS: &[c_long] = &[
     #[cfg(target_arch = "x86_64")]
     libc::SYS_mknod,
     #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lchown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_utime,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_utimes,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_futimesat,
+    #[cfg(target_arch = "x86_64")]
     libc::SYS_kexec_file_load,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_iopl,
@@ -85,33 +136,70 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_modify_ldt,
 ];
 
-/// Calls that make a socket, or lead one elsewhere.
+// Calls that are newer than the constants of libc. New calls have one number on all architectures.
+const SETXATTRAT: c_long = 463;
+const REMOVEXATTRAT: c_long = 466;
+const OPEN_TREE_ATTR: c_long = 467;
+const FILE_SETATTR: c_long = 469;
+
+/// Calls that change the mode, the owner or the attributes of an open file, also of one that is
+/// open for reading.
+const ATTRIBUTES: &[c_long] = &[
+    libc::SYS_fchmod,
+    libc::SYS_fchown,
+    libc::SYS_fsetxattr,
+    libc::SYS_fremovexattr,
+];
+
+/// Calls that make a socket, or lead one elsewhere. A message can have an address of its own, which
+/// for sendmsg(2) is in memory, where a filter cannot look.
 const SOCKETS: &[c_long] = &[
     libc::SYS_socket,
     libc::SYS_socketpair,
     libc::SYS_connect,
     libc::SYS_bind,
     libc::SYS_listen,
+    libc::SYS_sendmsg,
+    libc::SYS_sendmmsg,
 ];
 
-/// The requests of ioctl(2) that write to a terminal as if a user typed.
-const TYPING: [u64; 2] = [libc::TIOCSTI as u64, libc::TIOCLINUX as u64];
+/// The requests of ioctl(2) that write to a terminal as if a user typed, load a driver for it, or
+/// set the flags of a file, also of one that is open for reading.
+const REQUESTS: [u64; 5] = [
+    libc::TIOCSTI as u64,
+    libc::TIOCLINUX as u64,
+    libc::TIOCSETD as u64,
+    FS_IOC_SETFLAGS,
+    FS_IOC_FSSETXATTR,
+];
+const FS_IOC_SETFLAGS: u64 = 0x4008_6602;
+const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
 
-/// Refuses [`DANGEROUS`], new processes and [`TYPING`].
-pub fn refuse_dangerous() -> Result<(), Error> {
+/// Refuses [`DANGEROUS`], new processes, limits of other processes and [`REQUESTS`], and
+/// [`ATTRIBUTES`] if the process needs none.
+pub fn refuse_dangerous(attributes: Attributes) -> Result<(), Error> {
     let mut rules = always(DANGEROUS);
-    let thread = libc::CLONE_THREAD as u64;
-    let is_no_thread = SeccompCmpOp::MaskedEq(thread);
+    if attributes == Attributes::Refused {
+        rules.append(&mut always(ATTRIBUTES));
+    }
+    let is_no_thread = SeccompCmpOp::MaskedEq(libc::CLONE_THREAD as u64);
     rules.insert(libc::SYS_clone, vec![rule(0, is_no_thread, 0)?]);
-    let typing = TYPING.map(|request| rule(1, SeccompCmpOp::Eq, request));
-    let typing: Result<Vec<_>, _> = typing.into_iter().collect();
-    rules.insert(libc::SYS_ioctl, typing?);
+    let is_other_process = rule(0, SeccompCmpOp::Ne, 0)?;
+    rules.insert(libc::SYS_prlimit64, vec![is_other_process]);
+    let requests = REQUESTS.map(|request| rule(1, SeccompCmpOp::Eq, request));
+    let requests: Result<Vec<_>, _> = requests.into_iter().collect();
+    rules.insert(libc::SYS_ioctl, requests?);
     seccompiler::apply_filter(&program(rules)?)
 }
 
-/// Refuses [`SOCKETS`] to all threads of the process.
+/// Refuses [`SOCKETS`], and messages to other addresses, to all threads of the process.
 pub fn refuse_sockets() -> Result<(), Error> {
-    seccompiler::apply_filter_all_threads(&program(always(SOCKETS))?)
+    const ADDRESS: u8 = 4;
+    let mut rules = always(SOCKETS);
+    let condition = SeccompCondition::new(ADDRESS, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
+    let has_address = SeccompRule::new(vec![condition])?;
+    rules.insert(libc::SYS_sendto, vec![has_address]);
+    seccompiler::apply_filter_all_threads(&program(rules)?)
 }
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;

@@ -27,7 +27,8 @@ pub fn restrict(paths: &[(PathBuf, Access)]) -> Result<(), SandboxError> {
     }
     match rules.restrict_self()?.ruleset {
         RulesetStatus::FullyEnforced => Ok(()),
-        _ => Err(SandboxError::Landlock),
+        RulesetStatus::PartiallyEnforced => Err(SandboxError::Partly),
+        RulesetStatus::NotEnforced => Err(SandboxError::Landlock),
     }
 }
 

@@ -43,11 +43,20 @@ pub enum Access {
     Remove,
 }
 
+/// Which modes, owners and extended attributes of files a process may change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attributes {
+    /// None: new files have those that the system gives them.
+    Refused,
+    /// Those of files that it has open.
+    OfOpenFiles,
+}
+
 /// A process in the sandbox, or on its way into it.
 #[derive(Debug)]
 pub struct Sandbox {
     when: When,
-    in_force: Vec<&'static str>,
+    in_force: Vec<String>,
 }
 
 /// A part of the sandbox that is missing.
@@ -64,8 +73,11 @@ pub enum SandboxError {
     Calls(#[from] seccompiler::Error),
     #[error("files cannot be refused (Landlock)")]
     Files(#[from] RulesetError),
-    #[error("the kernel has no Landlock, or only a part of it; all of it needs Linux 6.12")]
+    #[error("the kernel has no Landlock")]
     Landlock,
+    /// What the kernel has is in force.
+    #[error("the kernel has only a part of Landlock; all of it needs Linux 6.12")]
+    Partly,
     /// A bug of the caller: the other threads would stay outside.
     #[error("the process has other threads")]
     Threads,
@@ -81,7 +93,7 @@ impl Sandbox {
     }
 
     /// The first step. It concerns this thread and those that it starts.
-    pub fn begin(when: When) -> Result<Self, SandboxError> {
+    pub fn begin(when: When, attributes: Attributes) -> Result<Self, SandboxError> {
         let mut sandbox = Sandbox {
             when,
             ..Sandbox::off()
@@ -90,7 +102,7 @@ impl Sandbox {
             set_no_new_privs(true).map_err(|errno| SandboxError::Privileges(errno.into()))
         })?;
         sandbox.part("no-core-dumps", refuse_core_dumps)?;
-        sandbox.part("calls", || Ok(calls::refuse_dangerous()?))?;
+        sandbox.part("calls", || Ok(calls::refuse_dangerous(attributes)?))?;
         Ok(sandbox)
     }
 
@@ -121,9 +133,10 @@ impl Sandbox {
         self.part("sockets", || Ok(calls::refuse_sockets()?))
     }
 
-    /// The names of the parts that are in force.
+    /// The names of the parts that are in force. A part that the kernel does not support completely
+    /// has `-partly` after its name.
     pub fn in_force(&self) -> Vec<String> {
-        self.in_force.iter().map(|&part| part.to_owned()).collect()
+        self.in_force.clone()
     }
 
     fn part(
@@ -135,8 +148,9 @@ impl Sandbox {
             return Ok(());
         }
         match enforce() {
-            Ok(()) => self.in_force.push(name),
+            Ok(()) => self.in_force.push(name.to_owned()),
             Err(error) if self.when == When::Require => return Err(error),
+            Err(SandboxError::Partly) => self.in_force.push(format!("{name}-partly")),
             Err(error) => tracing::info!("no sandbox of {name}: {error:?}"),
         }
         Ok(())

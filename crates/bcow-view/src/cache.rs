@@ -221,9 +221,13 @@ impl ViewCache {
         };
         let new = NewFile::create(&within).map_err(failed)?;
         let io = |source: io::Error| failed(NewFileError::Write(source));
-        // The umask may allow more.
-        rustix::fs::fchmod(new.file(), Mode::from_raw_mode(0o600))
-            .map_err(|error| io(error.into()))?;
+        // The umask may allow more, and a process in a sandbox cannot change that.
+        let private = rustix::fs::fchmod(new.file(), Mode::from_raw_mode(0o600));
+        if let Err(error) = private
+            && !is_safe(&new.file().metadata().map_err(io)?)
+        {
+            return Err(io(error.into()));
+        }
         let storage = Arc::new(new.file().try_clone().map_err(io)?);
         file::write(storage, image, bytes)?;
         new.complete().map_err(failed)?;

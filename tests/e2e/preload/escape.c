@@ -3,20 +3,24 @@
    ESCAPE_AT names the function that begins: `write` to standard output, or `pread64`. Both wait for
    the file ESCAPE_GO, if there is one. ESCAPE_REPORT is the file for the report: lines of a name and
    an error number, or 0 without an error. ESCAPE_PATHS has paths, separated by colons, each after
-   `r` or `w`. */
+   `r` or `w`. With ESCAPE_CHANGES_ATTRIBUTES, the process may change those of its open files. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/ipc.h>
 #include <sys/ptrace.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -68,6 +72,7 @@ static void try_paths(void)
 static void try_all(void)
 {
     char *const arguments[] = {"/bin/true", NULL};
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
     note("ptrace", ptrace(PTRACE_PEEKDATA, 0, NULL, NULL));
     note("process_vm_readv", syscall(SYS_process_vm_readv, getpid(), NULL, 0, NULL, 0, 0));
     note("process_vm_writev", syscall(SYS_process_vm_writev, getpid(), NULL, 0, NULL, 0, 0));
@@ -89,11 +94,32 @@ static void try_all(void)
     note("userfaultfd", syscall(SYS_userfaultfd, -1));
     note("open_by_handle_at", syscall(SYS_open_by_handle_at, -1, NULL, 0));
     note("clock_settime", syscall(SYS_clock_settime, 9999, NULL));
+    note("chmod", syscall(SYS_fchmodat, AT_FDCWD, "/no/place", 0600));
+    note("chown", syscall(SYS_fchownat, AT_FDCWD, "/no/place", 0, 0, 0));
+    note("setxattr", syscall(SYS_setxattr, "/no/place", "user.x", "", 0, 0));
+    note("utimensat", syscall(SYS_utimensat, AT_FDCWD, "/no/place", NULL, 0));
+    note("shmget", syscall(SYS_shmget, IPC_PRIVATE, 0, 0));
+    note("msgctl", syscall(SYS_msgctl, -1, IPC_STAT, NULL));
+    note("semget", syscall(SYS_semget, IPC_PRIVATE, -1, 0));
+    note("mq_open", syscall(SYS_mq_open, NULL, O_RDONLY, 0, NULL));
+    note("prlimit", syscall(SYS_prlimit64, 1, 9999, NULL, NULL));
+    note("setpriority", syscall(SYS_setpriority, 9999, 0, 0));
+    note("sched_setattr", syscall(SYS_sched_setattr, -1, NULL, 0));
+    if (!getenv("ESCAPE_CHANGES_ATTRIBUTES")) {
+        note("fchmod", fchmod(-1, 0600));
+        note("fchown", fchown(-1, 0, 0));
+        note("fsetxattr", syscall(SYS_fsetxattr, -1, "user.x", "", 0, 0));
+    }
     note("typing", ioctl(STDIN_FILENO, TIOCSTI, "x"));
+    note("terminal_driver", ioctl(STDIN_FILENO, TIOCSETD, NULL));
+    note("set_flags", ioctl(-1, FS_IOC_SETFLAGS, NULL));
+    note("fssetxattr", ioctl(-1, FS_IOC_FSSETXATTR, NULL));
     opened("socket_tcp", socket(AF_INET, SOCK_STREAM, 0));
     opened("socket_unix", socket(AF_UNIX, SOCK_STREAM, 0));
     note("connect", connect(-1, NULL, 0));
     note("listen", listen(-1, 0));
+    note("sendto", sendto(-1, "x", 1, 0, (struct sockaddr *)&address, sizeof address));
+    note("sendmsg", sendmsg(-1, NULL, 0));
     note("signal", kill(getppid(), 0));
 #ifdef __x86_64__
     note("x32", syscall(0x40000000 | SYS_getpid));
