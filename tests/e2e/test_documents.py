@@ -34,6 +34,11 @@ def anchors(path):
     return found
 
 
+def words(text):
+    """The text with single spaces."""
+    return " ".join(text.split())
+
+
 def documents():
     """The Markdown files of the project."""
     for directory, names, files in os.walk(ROOT):
@@ -84,6 +89,49 @@ class Documents(unittest.TestCase):
         # It also has pages above docs/, whose existence is checked as that of all links.
         inside = {pathlib.Path(name) for name in listed if not name.startswith("../")}
         self.assertEqual(inside, pages - {pathlib.Path("SUMMARY.md")})
+
+
+class Reliability(unittest.TestCase):
+    """docs/reliability.md: each promise is one of docs/semantics.md, and has a test."""
+
+    # About speed.
+    NOT_THERE = {"**As fast as the kernel allows.**"}
+
+    def setUp(self):
+        self.semantics = words((DOCS / "semantics.md").read_text())
+        page = (DOCS / "reliability.md").read_text()
+        tables = re.findall(r"^\| promise \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+        rows = [re.split(r" \| ", row.strip("| ")) for row in "".join(tables).splitlines()]
+        self.rows = [(row[0], row[2]) for row in rows]
+        self.assertGreater(len(self.rows), 30)
+
+    def test_each_promise_is_one_of_semantics(self):
+        for promise, _ in self.rows:
+            self.assertIn(promise, self.semantics)
+
+    def test_each_promise_has_a_test(self):
+        for promise, attack in self.rows:
+            names = re.findall(r"`([^`]+)`", attack)
+            files = [name for name in names if re.fullmatch(r"[\w/-]+\.(py|rs)", name)]
+            self.assertTrue(files, promise)
+            texts = ""
+            for name in files:
+                path = ROOT / name if "/" in name else ROOT / "tests" / "e2e" / name
+                texts += path.read_text()
+            for name in names:
+                if name.startswith("test_") and name not in files:
+                    self.assertIn(f"def {name}(", texts, promise)
+
+    def test_the_promises_of_three_sections_are_there(self):
+        text = (DOCS / "semantics.md").read_text()
+        for heading in ("## Tenets", "### Durability", "### Space and faults"):
+            section = text.partition(f"\n{heading}\n")[2].partition("\n#")[0]
+            items = re.findall(r"^(?:-|\d\.) (.*?)(?=^(?:-|\d\.) |\Z)", section,
+                               re.MULTILINE | re.DOTALL)
+            self.assertGreater(len(items), 4)
+            for item in map(words, items):
+                if not any(item.startswith(start) for start in self.NOT_THERE):
+                    self.assertTrue(any(promise in item for promise, _ in self.rows), item)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Measures what the sandbox costs: each action with `--sandbox auto` and with `off`, in turns.
+
+    benches/sandbox.py [--bcow target/release/bcow] [--work DIR] [--rounds 101]
+
+Short actions: list a small image, convert a small archive, serve until a client has its first byte,
+mount until a program has its first byte, and unmount. Long ones: read 64 MiB from a served image and
+from a mount, in pieces of 4 KiB at random places. The ratio is the median of the ratios of the
+pairs; its error is a quarter of the distance between the quartiles. Needs root.
+"""
+
+import argparse
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+
+import nbd
+from measure import MIB, machine, table
+
+LONG_ROUNDS = 9
+LARGE_BYTES = 64 * MIB
+
+
+class Bench:
+    def __init__(self, bcow, directory):
+        self.bcow, self.directory = bcow, directory
+        self.where = directory / "mnt"
+        self.where.mkdir()
+        tree = directory / "tree"
+        tree.mkdir()
+        chance = random.Random(1)
+        for number in range(50):
+            (tree / f"file-{number}").write_bytes(chance.randbytes(3000))
+        subprocess.run(["tar", "-C", tree, "-cf", directory / "small.tar", "."], check=True)
+        self.run("convert", f"tar:{directory}/small.tar", directory / "small.bcow")
+        (tree / "large").write_bytes(chance.randbytes(LARGE_BYTES))
+        self.run("convert", f"dir:{tree}", directory / "large.bcow")
+        self.places = [chance.randrange(LARGE_BYTES // 4096) * 4096 for _ in range(16384)]
+
+    def run(self, *arguments):
+        subprocess.run([self.bcow, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
+
+    def ls(self, when):
+        self.run("ls", "-R", self.directory / "small.bcow", "--sandbox", when)
+
+    def convert(self, when):
+        self.run("convert", "--force", self.directory / "small.tar", self.directory / "new.bcow",
+                 "--sandbox", when)
+
+    def connected(self, when, name):
+        """A server and its client."""
+        socket = self.directory / "sock"
+        server = subprocess.Popen([self.bcow, "serve", self.directory / name, "--socket", socket,
+                                   "--sandbox", when], stdout=subprocess.PIPE)
+        uri = server.stdout.readline().decode().strip()
+        client = nbd.NBD()
+        client.connect_uri(uri)
+        return server, client
+
+    def end(self, server, client):
+        client.shutdown()
+        server.terminate()
+        server.communicate()
+
+    def first_byte(self, when):
+        server, client = self.connected(when, "small.bcow")
+        client.pread(4096, 0)
+        self.end(server, client)
+
+    def mount(self, when):
+        self.run("mount", self.directory / "small.bcow", self.where, "--sandbox", when)
+        (self.where / "file-1").read_bytes()
+        self.run("umount", self.where)
+
+    def served_reads(self, when):
+        server, client = self.connected(when, "large.bcow")
+        begin = time.perf_counter()
+        for at in self.places:
+            client.pread(4096, at)
+        seconds = time.perf_counter() - begin
+        self.end(server, client)
+        return seconds
+
+    def mounted_reads(self, when):
+        self.run("mount", self.directory / "large.bcow", self.where, "--sandbox", when)
+        file = os.open(self.where / "large", os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        begin = time.perf_counter()
+        for at in self.places:
+            os.pread(file, 4096, at)
+        seconds = time.perf_counter() - begin
+        os.close(file)
+        self.run("umount", self.where)
+        return seconds
+
+
+def seconds_of(action, when):
+    begin = time.perf_counter()
+    own = action(when)
+    return own if own is not None else time.perf_counter() - begin
+
+
+def row(name, action, rounds):
+    taken = {"auto": [], "off": []}
+    for turn in range(rounds + 1):
+        for when in ("auto", "off") if turn % 2 else ("off", "auto"):
+            seconds = seconds_of(action, when)
+            # The first round fills caches.
+            if turn:
+                taken[when].append(seconds)
+    ratios = [auto / off for auto, off in zip(taken["auto"], taken["off"])]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    off = statistics.median(taken["off"]) * 1000
+    return [name, f"{off:.1f}", f"{middle:.3f}", f"{(high - low) / 4:.3f}"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bcow", type=pathlib.Path, default="target/release/bcow")
+    parser.add_argument("--work", type=pathlib.Path)
+    parser.add_argument("--rounds", type=int, default=101)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.work) as directory:
+        bench = Bench(str(options.bcow.resolve()), pathlib.Path(directory))
+        rows = [row(name, action, rounds) for name, action, rounds in [
+            ("`ls` of a small image", bench.ls, options.rounds),
+            ("`convert` of a small archive", bench.convert, options.rounds),
+            ("`serve`, to the first byte, and its end", bench.first_byte, options.rounds),
+            ("`mount`, to the first byte, and `umount`", bench.mount, options.rounds),
+            ("16,384 reads of 4 KiB over NBD", bench.served_reads, LONG_ROUNDS),
+            ("16,384 reads of 4 KiB in a mount", bench.mounted_reads, LONG_ROUNDS)]]
+    print(machine())
+    table("Cost of the sandbox", ["action", "without, ms", "ratio", "±"], rows)
+
+
+if __name__ == "__main__":
+    main()
