@@ -9,9 +9,9 @@ use bcow_convert::{
 };
 use bcow_images::args::{CONVERT_FROM, CONVERT_TO, NameParser};
 use bcow_images::sandbox::{self, SandboxArgs};
-use bcow_images::{Name, NameForm, NameParts};
-use bcow_oci::{LayerOrigin, LayoutReport, Limits, Report};
-use bcow_sandbox::{Access, Attributes, CapabilitySet};
+use bcow_images::{Apparent, Name, NameForm, NameParts, apparent, remote};
+use bcow_oci::{LayerOrigin, LayoutReport, Limits, Report, Source};
+use bcow_sandbox::{Access, CapabilitySet};
 
 use crate::error::CommandError;
 use crate::foreign_words::in_format;
@@ -255,12 +255,20 @@ fn enter_sandbox(args: &Args, source: &Name, destination: &Name) -> Result<(), C
         // It can have attributes that only root reads.
         return without("the source is a directory");
     }
-    let (images, refused) = ([source, destination], Attributes::Refused);
-    let mut sandbox = args.sandbox.begin_with(images, &args.stores, refused)?;
+    let mut sandbox = args.sandbox.begin([source, destination], &args.stores)?;
     let mut paths = vec![
         (PathBuf::from("/"), Access::Read),
         (directory_of(path), Access::Write),
     ];
+    // An archive that is compressed as a whole becomes a file there.
+    let temporary = Some(std::env::temp_dir()).filter(|directory| directory.is_dir());
+    paths.extend(temporary.map(|directory| (directory, Access::Write)));
+    if let Apparent::Files(kind) = apparent(source)
+        && !matches!(*kind, Source::Oci { .. } | Source::Tar(_))
+    {
+        // What is in a compressed archive goes to a file without a name.
+        paths.push((remote::scratch(), Access::Write));
+    }
     if !args.sandbox.is_off() {
         paths.extend(sandbox::views_of(source));
     }

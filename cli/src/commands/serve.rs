@@ -179,14 +179,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         refuse_second_writer(&named)?;
     }
     let mut options = server_options(args)?;
+    // Before the sandbox, which refuses the copy of a descriptor.
+    let waiting = Waiting::open(args.listen.ready_fd)?;
     let images = named.iter().map(|(_, image)| image);
-    // A snapshot of a disk gets the owner and the mode of the disk.
-    let attributes = match args.read_only || args.snapshot {
-        true => Attributes::Refused,
-        false => Attributes::OfOpenFiles,
-    };
-    let begun = args.sandbox.begin_with(images, &args.stores, attributes);
-    let sandbox = begun?;
+    let sandbox = args.sandbox.begin(images, &args.stores)?;
     let mut served = Served::default();
     let opening = DeviceOptions {
         stores: &args.stores,
@@ -198,9 +194,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         let description = args.descriptions.get(index).cloned().unwrap_or_default();
         served.add(path, name.clone(), description, &opening)?;
     }
-    let exports = Exports::new(served.exports.clone()).map_err(|error| failure(&error))?;
     options.failures = served.failure_report();
-    let result = serve(args, ui, signals, sandbox, exports, options, &served);
+    let result = serve(args, ui, signals, waiting, sandbox, options, &served);
     // The disks are closed also after a failure of the server. The close flushes each disk. All
     // flushes of clients have ended by then, and an additional flush is harmless.
     let closed = served.close();
@@ -212,18 +207,18 @@ fn serve(
     args: &Args,
     ui: &Ui,
     signals: Signals,
+    waiting: Waiting,
     mut sandbox: Sandbox,
-    exports: Exports,
     options: ServerOptions,
     served: &Served,
 ) -> Result<(), CommandError> {
+    let exports = Exports::new(served.exports.clone()).map_err(|error| failure(&error))?;
     let listeners = place::listeners(args.listen.socket.as_ref(), &args.listen.addresses)?;
     let tls = options.tls.as_ref().map(|_| args.tls.tls);
     let scheme = if tls.is_some() { "nbds" } else { "nbd" };
     let server = Server::new(exports, options).map_err(|error| failure(&error))?;
     let stopper = server.stopper();
     warn_of_plain_addresses(&listeners, tls, ui);
-    let waiting = Waiting::open(args.listen.ready_fd)?;
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
     // Before the first thread.
@@ -244,7 +239,12 @@ fn serve(
         let uris = listeners.iter().filter_map(|listener| uri(listener, name));
         uris.collect()
     });
-    sandbox.refuse_sockets().context(sandbox::cannot)?;
+    // A snapshot of a disk gets the owner and the mode of the disk.
+    let attributes = match served.directories().is_empty() {
+        true => Attributes::Refused,
+        false => Attributes::OfOpenFiles,
+    };
+    sandbox.finish(attributes).context(sandbox::cannot)?;
     for service in &mut services {
         service.sandbox = sandbox.in_force();
     }

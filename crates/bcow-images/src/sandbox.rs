@@ -5,7 +5,6 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
 use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, When};
-use rustix::fs::Mode;
 
 use crate::disks::is_disk;
 use crate::error::{CommandError, Context};
@@ -30,28 +29,16 @@ pub struct SandboxArgs {
 }
 
 impl SandboxArgs {
-    /// Begins the sandbox of a command that opens these images and creates no file but views.
+    /// Begins the sandbox of a process that opens these images.
     pub fn begin<'n>(
         &self,
         images: impl IntoIterator<Item = &'n Name>,
         stores: &StoreArgs,
     ) -> Result<Sandbox, CommandError> {
-        // The process cannot change the mode of a view later.
-        rustix::process::umask(Mode::from_raw_mode(0o077));
-        self.begin_with(images, stores, Attributes::Refused)
-    }
-
-    /// Begins the sandbox of a process that opens these images.
-    pub fn begin_with<'n>(
-        &self,
-        images: impl IntoIterator<Item = &'n Name>,
-        stores: &StoreArgs,
-        attributes: Attributes,
-    ) -> Result<Sandbox, CommandError> {
         if stores.may_need_network(images) {
             return self.without(NETWORK);
         }
-        Sandbox::begin(self.sandbox, attributes).context(cannot)
+        Sandbox::begin(self.sandbox).context(cannot)
     }
 
     /// The process gets no sandbox, which is an error if the user requires one.
@@ -75,7 +62,7 @@ pub fn complete(
 ) -> Result<(), CommandError> {
     let confined = sandbox.confine(paths, capabilities);
     confined
-        .and_then(|()| sandbox.refuse_sockets())
+        .and_then(|()| sandbox.finish(Attributes::Refused))
         .context(cannot)
 }
 

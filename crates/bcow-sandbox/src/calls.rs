@@ -53,7 +53,7 @@ const DANGEROUS: &[c_long] = &[
     // Modes, owners, times and extended attributes of any file: Landlock does not refuse them, and
     // the owner needs no capability.
     libc::SYS_fchmodat,
-    libc::SYS_fchmodat2,
+    FCHMODAT2,
     libc::SYS_fchownat,
     libc::SYS_setxattr,
     libc::SYS_lsetxattr,
@@ -100,7 +100,7 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_swapoff,
     libc::SYS_acct,
     libc::SYS_quotactl,
-    libc::SYS_quotactl_fd,
+    QUOTACTL_FD,
     libc::SYS_syslog,
     libc::SYS_settimeofday,
     libc::SYS_clock_settime,
@@ -136,7 +136,10 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_modify_ldt,
 ];
 
-// Calls that are newer than the constants of libc. New calls have one number on all architectures.
+// Calls without a constant in libc, at least for aarch64. New calls have one number on all
+// architectures.
+const QUOTACTL_FD: c_long = 443;
+const FCHMODAT2: c_long = 452;
 const SETXATTRAT: c_long = 463;
 const REMOVEXATTRAT: c_long = 466;
 const OPEN_TREE_ATTR: c_long = 467;
@@ -175,13 +178,9 @@ const REQUESTS: [u64; 5] = [
 const FS_IOC_SETFLAGS: u64 = 0x4008_6602;
 const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
 
-/// Refuses [`DANGEROUS`], new processes, limits of other processes and [`REQUESTS`], and
-/// [`ATTRIBUTES`] if the process needs none.
-pub fn refuse_dangerous(attributes: Attributes) -> Result<(), Error> {
+/// Refuses [`DANGEROUS`], new processes, limits of other processes and [`REQUESTS`].
+pub fn refuse_dangerous() -> Result<(), Error> {
     let mut rules = always(DANGEROUS);
-    if attributes == Attributes::Refused {
-        rules.append(&mut always(ATTRIBUTES));
-    }
     let is_no_thread = SeccompCmpOp::MaskedEq(libc::CLONE_THREAD as u64);
     rules.insert(libc::SYS_clone, vec![rule(0, is_no_thread, 0)?]);
     let is_other_process = rule(0, SeccompCmpOp::Ne, 0)?;
@@ -192,10 +191,14 @@ pub fn refuse_dangerous(attributes: Attributes) -> Result<(), Error> {
     seccompiler::apply_filter(&program(rules)?)
 }
 
-/// Refuses [`SOCKETS`], and messages to other addresses, to all threads of the process.
-pub fn refuse_sockets() -> Result<(), Error> {
+/// Refuses [`SOCKETS`], messages to other addresses, and [`ATTRIBUTES`] if the process needs none, to
+/// all threads of the process.
+pub fn refuse_sockets(attributes: Attributes) -> Result<(), Error> {
     const ADDRESS: u8 = 4;
     let mut rules = always(SOCKETS);
+    if attributes == Attributes::Refused {
+        rules.append(&mut always(ATTRIBUTES));
+    }
     let condition = SeccompCondition::new(ADDRESS, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
     let has_address = SeccompRule::new(vec![condition])?;
     rules.insert(libc::SYS_sendto, vec![has_address]);

@@ -7,7 +7,8 @@
 //! 2. [`Sandbox::confine`]: only named files can be opened from now on, and only named capabilities
 //!    stay. The process must have one thread: both belong to a thread, and later threads inherit
 //!    them.
-//! 3. [`Sandbox::refuse_sockets`]: no further sockets. Those that are open stay usable.
+//! 3. [`Sandbox::finish`]: no further sockets, and no changes of attributes. Sockets that are open
+//!    stay usable.
 //!
 //! What is open stays open in each step.
 
@@ -93,7 +94,7 @@ impl Sandbox {
     }
 
     /// The first step. It concerns this thread and those that it starts.
-    pub fn begin(when: When, attributes: Attributes) -> Result<Self, SandboxError> {
+    pub fn begin(when: When) -> Result<Self, SandboxError> {
         let mut sandbox = Sandbox {
             when,
             ..Sandbox::off()
@@ -102,7 +103,7 @@ impl Sandbox {
             set_no_new_privs(true).map_err(|errno| SandboxError::Privileges(errno.into()))
         })?;
         sandbox.part("no-core-dumps", refuse_core_dumps)?;
-        sandbox.part("calls", || Ok(calls::refuse_dangerous(attributes)?))?;
+        sandbox.part("calls", || Ok(calls::refuse_dangerous()?))?;
         Ok(sandbox)
     }
 
@@ -129,8 +130,8 @@ impl Sandbox {
     }
 
     /// The last step, for all threads of the process.
-    pub fn refuse_sockets(&mut self) -> Result<(), SandboxError> {
-        self.part("sockets", || Ok(calls::refuse_sockets()?))
+    pub fn finish(&mut self, attributes: Attributes) -> Result<(), SandboxError> {
+        self.part("sockets", || Ok(calls::refuse_sockets(attributes)?))
     }
 
     /// The names of the parts that are in force. A part that the kernel does not support completely

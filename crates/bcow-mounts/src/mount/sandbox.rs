@@ -6,7 +6,7 @@ use bcow::chain::directory_of;
 use bcow_fuse::UnmountProcess;
 use bcow_images::error::CommandError;
 use bcow_images::sandbox;
-use bcow_sandbox::{Access, Attributes, CapabilitySet};
+use bcow_sandbox::{Access, CapabilitySet};
 use bcow_union::log;
 
 use super::fuse::Mounted;
@@ -61,8 +61,7 @@ pub fn enter(
         return refused(args, &format!("no other process can unmount: {error}")).map(drop);
     }
     log::connect_syslog();
-    let refused = Attributes::Refused;
-    let mut entered = args.sandbox.begin_with(&[], &args.stores, refused)?;
+    let mut entered = args.sandbox.begin(&[], &args.stores)?;
     let mut paths = vec![
         (PathBuf::from("/proc/self"), Access::Read),
         (PathBuf::from("/dev/null"), Access::Write),
