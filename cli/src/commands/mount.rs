@@ -1,9 +1,14 @@
 //! `bcow mount`
 
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+
 use bcow_mounts::{MountArgs, mount};
 use bcow_pool::client;
 
-use crate::error::{CommandError, exit};
+use crate::error::{CommandError, Context, exit};
 use crate::ui::Ui;
 
 /// Mount an image, read-only or with an upper that stores changes, or a disk
@@ -86,4 +91,19 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         Some(name) => client::mount(name, &args.mount, ui).map(|()| exit::DONE),
         None => mount::run(&args.mount, ui),
     }
+}
+
+/// Mounts in another process of this program, with a command line that begins with its name. Paths
+/// in it are relative to `directory`. Returns the exit status: the process has printed the reason of
+/// a failure.
+pub fn execute(command_line: &[OsString], directory: &Path) -> Result<u8, CommandError> {
+    let mut command = Command::new("/proc/self/exe");
+    if let Some((name, arguments)) = command_line.split_first() {
+        command.arg0(name).args(arguments);
+    }
+    let status = command.current_dir(directory).status();
+    let code = status.context(|| "cannot run `bcow mount`")?.code();
+    Ok(code.map_or(exit::FAILED, |code| {
+        u8::try_from(code).unwrap_or(exit::FAILED)
+    }))
 }

@@ -61,6 +61,8 @@ pub struct Row {
     since: Option<String>,
     pub since_unix_seconds: Option<u64>,
     sandbox: Vec<String>,
+    /// `None` if the process takes no requests for it.
+    control: Option<String>,
 }
 
 /// Prints all services as a table or as JSON.
@@ -174,6 +176,7 @@ impl Row {
             since: since.and_then(|since| bcow::rfc3339(since.try_into().ok()?)),
             since_unix_seconds: since,
             sandbox: service.sandbox,
+            control: service.control,
         }
     }
 

@@ -13,7 +13,7 @@ use bcow::operation::SnapshotError;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CommandError, Context, exit};
-use crate::running::{Service, service_with_control};
+use crate::running::{LOCK_IN_UPPER, Service, service_with_control};
 
 /// Longest request to a process that serves a disk or a mount, in bytes, with its newline.
 pub const MAX_REQUEST_BYTES: usize = 4096;
@@ -30,6 +30,9 @@ pub struct SnapshotRequest {
     pub inode: u64,
     /// The name of the snapshot.
     pub snapshot: String,
+    /// Whether the snapshot can be removed while the disk or the upper is in use.
+    #[serde(default)]
+    pub copy: bool,
 }
 
 /// The answer, also a line.
@@ -44,6 +47,24 @@ pub enum SnapshotAnswer {
 /// snapshot of it. `shown` is its name for the user. Returns false if no process takes requests for
 /// it.
 pub fn ask(path: &Path, shown: impl fmt::Display, name: &str) -> Result<bool, CommandError> {
+    request(path, shown, name, false)
+}
+
+/// As [`ask`], for a snapshot that can be removed while the disk or the upper is in use.
+pub fn ask_for_copy(
+    path: &Path,
+    shown: impl fmt::Display,
+    name: &str,
+) -> Result<bool, CommandError> {
+    request(path, shown, name, true)
+}
+
+fn request(
+    path: &Path,
+    shown: impl fmt::Display,
+    name: &str,
+    copy: bool,
+) -> Result<bool, CommandError> {
     let Some(service) = service_with_control(path, |uid| is_trusted(uid, path)) else {
         return Ok(false);
     };
@@ -53,6 +74,7 @@ pub fn ask(path: &Path, shown: impl fmt::Display, name: &str) -> Result<bool, Co
         device: file.dev(),
         inode: file.ino(),
         snapshot: name.to_owned(),
+        copy,
     };
     // The process cannot do this: the kernel sends it what programs wrote to maps.
     for mountpoint in service.at.iter().filter(|_| service.kind == "mount") {
@@ -64,6 +86,12 @@ pub fn ask(path: &Path, shown: impl fmt::Display, name: &str) -> Result<bool, Co
         SnapshotAnswer::Done => Ok(true),
         SnapshotAnswer::Failed(error) => Err(error),
     }
+}
+
+/// The mount of the upper at `upper`, if a process has one.
+pub fn mount_of(upper: &Path) -> Option<Service> {
+    let lock = upper.join(LOCK_IN_UPPER);
+    service_with_control(&lock, |uid| is_trusted(uid, &lock))
 }
 
 fn exchange(

@@ -7,10 +7,11 @@
 //! descriptors, in any container.
 
 use std::collections::BTreeSet;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -65,6 +66,9 @@ pub struct Service {
     pub pool: Option<String>,
     /// For a disk or an upper: the abstract Unix socket on which the process takes requests for it.
     pub control: Option<String>,
+    /// For a mount that the command line of its process can make again: the working directory of
+    /// that command.
+    pub directory: Option<String>,
     /// The parts of the sandbox of the process.
     pub sandbox: Vec<String>,
 }
@@ -289,13 +293,28 @@ pub fn service_with_control(path: &Path, is_trusted: impl Fn(u32) -> bool) -> Op
     services.find(|service| service.control.is_some() && uses(service, path))
 }
 
-/// The mount at `path`, whose links are resolved, of a process of a user for which `is_trusted`
-/// returns `true`.
-pub fn mount_at(path: &Path, is_trusted: impl Fn(u32) -> bool) -> Option<Service> {
+/// The mount at `path`, whose links are resolved, and the number of its process, if that is of this
+/// user or of root: any process can claim to have a mount.
+pub fn mount_at(path: &Path) -> Option<(u32, Service)> {
+    let own = rustix::process::geteuid().as_raw();
     let servers = servers().into_iter();
-    let trusted = servers.filter(|server| is_trusted(server.uid));
-    let mut services = trusted.flat_map(|server| server.services);
-    services.find(|service| service.kind == "mount" && service.is_at(path))
+    let trusted =
+        servers.filter(|server| !server.is_in_other_namespace && [own, 0].contains(&server.uid));
+    let mut mounts = trusted.flat_map(|server| {
+        let services = server.services.into_iter();
+        services.map(move |service| (server.pid, service))
+    });
+    mounts.find(|(_, service)| service.kind == "mount" && service.is_at(path))
+}
+
+/// The command line of a process.
+pub fn arguments(pid: u32) -> io::Result<Vec<OsString>> {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline"))?;
+    let line = line.strip_suffix(&[0]).unwrap_or(&line);
+    let words = line.split(|&byte| byte == 0);
+    Ok(words
+        .map(|word| OsString::from_vec(word.to_vec()))
+        .collect())
 }
 
 /// Whether the service uses this disk, or the upper with this lock file.

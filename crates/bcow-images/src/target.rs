@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::disks::is_disk;
+use bcow_union::{Driver, recover_snapshots};
+
+use crate::disks::{is_disk, lock_note};
 use crate::error::{CommandError, Context};
 use crate::name::Name;
 use crate::running;
@@ -27,11 +29,8 @@ impl Target {
         }
         let cannot = || format!("cannot open {}", name.display());
         let path = path.canonicalize().context(cannot)?;
-        let own = rustix::process::geteuid().as_raw();
-        // Any process can claim to have a mount.
-        let is_trusted = |uid| [own, 0].contains(&uid);
-        match running::mount_at(&path, is_trusted) {
-            Some(mount) => match mount.upper {
+        match running::mount_at(&path) {
+            Some((_, mount)) => match mount.upper {
                 Some(upper) => Target::of_upper(Path::new(&upper)),
                 None if is_disk(Path::new(&mount.image)) => {
                     Ok(Target::Disk(Name::file(Path::new(&mount.image))))
@@ -46,7 +45,12 @@ impl Target {
     fn of_upper(path: &Path) -> Result<Target, CommandError> {
         let cannot = || format!("cannot open {}", path.display());
         match bcow_union::driver_of(path).map_err(|error| cannot_use(&error))? {
-            Some(_) => Ok(Target::Upper(path.canonicalize().context(cannot)?)),
+            Some(driver) => {
+                if driver == Driver::Fuse {
+                    recover_snapshots(path, &lock_note("snapshot"));
+                }
+                Ok(Target::Upper(path.canonicalize().context(cannot)?))
+            }
             None => Err(CommandError::new(cannot())
                 .caused_by_text("it is no mount of bcow, and no upper of one")),
         }

@@ -45,6 +45,8 @@ pub fn service(
 ) -> Result<Service, CommandError> {
     let mount = bcow_fuse::mounted_image(mountpoint);
     let is_writable = mount.is_ok_and(|mount| mount.is_writable);
+    let is_repeatable = host.pool.is_none() && !args.foreground;
+    let directory = is_repeatable.then(|| running::absolute(Path::new(".")));
     Ok(Service {
         kind: "mount".to_owned(),
         image: args.image.absolute().to_string_lossy().into_owned(),
@@ -55,6 +57,7 @@ pub fn service(
         since: running::now(),
         device,
         pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+        directory,
         ..Service::default()
     })
 }
