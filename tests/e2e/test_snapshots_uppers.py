@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def change(where, seed):
         return os.path.join(where, *names)
 
     for name in ("d2/big", "d2/blocks", "d2/holes", "d1/odd"):
-        with open(at(name), "r+b", buffering=0) as file:
+        # The first changes remove d1.
+        with contextlib.suppress(FileNotFoundError), open(at(name), "r+b", buffering=0) as file:
             for _ in range(5):
                 file.seek(dice.randrange(max(1, os.path.getsize(at(name)))))
                 file.write(dice.randbytes(dice.choice([1, 100, 5000])))
@@ -282,10 +284,13 @@ class AtRest(UpperCase):
             calls = f"trace={CHANGES},pwrite64,copy_file_range"
             run("strace", "-f", "-o", "log", "-e", calls, BCOW, *command)
             with open("log") as log:
-                calls = [line.split(None, 1)[1].split("(")[0] for line in log
+                lines = [line.split(None, 1)[1] for line in log
                          if "(" in line and "unlinkat" not in line]
-            last = len(calls) - 1 - next(at for at, call in enumerate(reversed(calls))
-                                         if call.startswith("rename"))
+            calls = [line.split("(")[0] for line in lines]
+            by = "EXCHANGE" if command[0] == "rollback" else "rename"
+            placed = [at for at, line in enumerate(lines) if by in line]
+            # The call by which the result gets its name. Later ones remove the old upper.
+            last = placed[-1]
             before = calls[:last]
             synced = len(before) - 1 - before[::-1].index("syncfs")
             written = [call for call in before[synced + 1:]
@@ -481,6 +486,85 @@ class Mounted(UpperCase):
                                      b"mapped")
             self.assertEqual(snapshots(upper), ["one"])
 
+    def test_a_fork_is_mounted_with_the_image_of_its_source(self):
+        change(self.where, 1)
+        shown = tree.dump(self.where)
+        bcow("snapshot", self.where, "one")
+        change(self.where, 2)
+        fork, where = self.beside("fork"), self.beside("elsewhere")
+        os.mkdir(where)
+        forked = json.loads(bcow("fork", f"{self.where}@one", fork, "--mount", where, "--json",
+                                 "--", "-o", self.mount.access).out)
+        self.assertEqual((forked["upper"], forked["mount"]), (fork, where))
+        assert_same_tree(self, shown, where)
+        bcow("umount", where)
+        # The fork exists when its mount fails, and the command says so.
+        refused = bcow("fork", f"{self.where}@one", self.beside("fork-2"), "--mount",
+                       self.beside("none"), check=False)
+        assert_refused(self, refused, "cannot use mountpoint", "hint: .*fork-2 is complete")
+        self.assert_shows(self.beside("fork-2"), shown)
+        self.mount.unmount()
+        refused = bcow("fork", f"{self.upper}@one", self.beside("fork-3"), "--mount", where,
+                       check=False)
+        assert_refused(self, refused, "it is not mounted, so its image is not known")
+        self.assertFalse(os.path.exists(self.beside("fork-3")))
+
+    @promise("`rollback --restart` of a mount whose files are in use changes nothing. If the "
+             "rollback fails, the mount shows what it did before. The new mount has the options of "
+             "the earlier one.")
+    def test_a_rollback_restarts_the_mount(self):
+        where, upper = self.beside("restarted"), self.beside("restarted-upper")
+        os.mkdir(where)
+        # Paths of the command line are relative to its directory, and the options stay.
+        run("env", "-C", self.mount.directory, BCOW, "mount", self.lower.make_image(),
+            "restarted", "--upper=restarted-upper", "--inode-limit", "5000", "-o",
+            self.mount.access)
+        change(where, 1)
+        shown = tree.dump(where)
+        bcow("snapshot", where, "one")
+        change(where, 2)
+        two = tree.dump(where)
+        inodes = os.statvfs(where).f_files
+        bcow("rollback", where, "one", "--keep", "two", "--restart")
+        assert_same_tree(self, shown, where)
+        self.assertEqual(os.statvfs(where).f_files, inodes)
+        bcow("rollback", where, "two", "--restart")
+        assert_same_tree(self, two, where)
+        # A rollback that fails leaves it mounted, as it was.
+        for name, opened in (("none", None), ("one", "d2/big")):
+            with contextlib.ExitStack() as stack:
+                if opened:
+                    stack.enter_context(open(os.path.join(where, opened), "rb"))
+                refused = bcow("rollback", where, name, "--restart", check=False)
+            assert_refused(self, refused, opened and "is in use" or name)
+            assert_same_tree(self, two, where)
+        bcow("umount", where)
+        refused = bcow("rollback", upper, "one", "--restart", check=False)
+        assert_refused(self, refused, "it is no mount of bcow")
+
+    def test_a_program_asks_the_process_itself(self):
+        write_file(self.at("file"), b"before")
+        [mount] = [row for row in json.loads(bcow("ps", "--json").out)["services"]
+                   if row["at"] == [self.where]]
+        lock = os.stat(os.path.join(self.upper, ".bcow/lock"))
+
+        def ask(name, inode=lock.st_ino):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect("\0" + mount["control"])
+                request = {"device": lock.st_dev, "inode": inode, "snapshot": name}
+                client.sendall(json.dumps(request).encode() + b"\n")
+                return json.loads(client.makefile().readline())
+
+        self.assertEqual(ask("one"), "done")
+        write_file(self.at("file"), b"after")
+        self.assertEqual(ask("two"), "done")
+        for answer, mention in ((ask("two"), "exists"), (ask("three", inode=1), "does not serve")):
+            self.assertIn(mention, json.dumps(answer["failed"]))
+        self.mount.unmount()
+        for name, content in (("one", b"before"), ("two", b"after")):
+            one = os.path.join(self.upper, ".bcow/snapshots", name, "file")
+            self.assertEqual(read_bytes(one), content)
+
     def test_an_upper_in_use_is_refused_where_it_must_be_free(self):
         bcow("snapshot", self.where, "one")
         refused = bcow("rollback", self.upper, "one", check=False)
@@ -534,6 +618,19 @@ class Pooled(UpperCase):
     def bcow(self, *arguments):
         return self.mount.bcow(*arguments)
 
+    def test_a_fork_is_mounted_in_the_pool_of_its_source(self):
+        fork, where = self.beside("fork"), self.beside("elsewhere")
+        os.mkdir(where)
+        write_file(self.at("file"), b"of the mount")
+        self.bcow("fork", self.where, fork, "--mount", where)
+        self.assertEqual(read_bytes(os.path.join(where, "file")), b"of the mount")
+        pools = {tuple(row["at"]): row["pool"]
+                 for row in json.loads(self.bcow("ps", "--json").out)["services"]}
+        self.assertEqual(pools[where,], pools[self.where,])
+        self.bcow("umount", where)
+        refused = bcow("rollback", self.where, "one", "--restart", check=False)
+        assert_refused(self, refused, "the mount is in a pool")
+
     @promise("A file that the kernel reads and writes itself (a whole file of the upper, in a pool "
              "that shares files) can change while it is copied.")
     def test_snapshots_in_a_pool(self):
@@ -569,7 +666,8 @@ class Pooled(UpperCase):
         write_file(self.at("large"), os.urandom(20 << 20))
         dice = random.Random(SEED)
         with Writer(self.where) as writer:
-            for number in range(ROUNDS * 2):
+            # A pool that ends often in a short time does not begin again.
+            for number in range(min(ROUNDS, 4)):
                 writer.goes_on(5)
                 taking = subprocess.Popen([BCOW, "snapshot", self.where, f"s{number}"],
                                           stderr=subprocess.PIPE,
@@ -578,7 +676,9 @@ class Pooled(UpperCase):
                 os.kill(self.mount.serving(), signal.SIGKILL)
                 taking.communicate(timeout=60)
                 writer.goes_on(5)
-                self.assertEqual(os.listdir(os.path.join(self.upper, ".bcow/work")), [])
+                # Without what the mount keeps there, whiteouts.
+                work = os.scandir(os.path.join(self.upper, ".bcow/work"))
+                self.assertEqual([entry.name for entry in work if entry.is_dir()], [])
                 is_taken = f"s{number}" in snapshots(self.upper)
                 self.assertTrue(is_taken or taking.returncode != 0)
                 for name in snapshots(self.upper):
@@ -601,7 +701,9 @@ class Rootless(UpperCase):
         self.give_to_ordinary_user()
         os.chown(self.mount.directory, UNPRIVILEGED, UNPRIVILEGED)
 
-    def user(self, *arguments, **options):
+    user = test_union_rootless.Rootless.user
+
+    def command(self, *arguments, **options):
         return bcow(*arguments, user=UNPRIVILEGED, **options)
 
     @promise("A user can take a snapshot of an upper, and fork it, only with the permissions to "
@@ -617,22 +719,22 @@ class Rootless(UpperCase):
                    "found.st_mtime_ns, found.st_size if not os.path.isdir(path) else '', "
                    "os.listxattr(path, follow_symlinks=False))\n")
         shown = self.listed(self.where, program)
-        self.user("snapshot", self.where, "one")
+        self.command("snapshot", self.where, "one")
         fork, where = self.mount.directory + "/fork", self.mount.directory + "/elsewhere"
-        self.user("fork", f"{self.where}@one", fork)
+        self.command("fork", f"{self.where}@one", fork)
         run("mkdir", where, user=UNPRIVILEGED)
         image = support.for_everyone(self.lower.make_image())
-        self.user("mount", image, where, "--upper", fork)
+        self.command("mount", image, where, "--upper", fork)
         self.assertEqual(self.listed(where, program), shown)
-        self.user("umount", where)
+        self.command("umount", where)
         self.mount.unmount()
-        self.user("rollback", self.upper, "one")
+        self.command("rollback", self.upper, "one")
         self.mount.mount()
         self.assertEqual(self.listed(self.where, program), shown)
 
     def test_the_upper_of_another_user_is_refused(self):
         self.mount.mount()
-        self.user("snapshot", self.where, "one")
+        self.command("snapshot", self.where, "one")
         fork = self.beside("fork")
         os.chmod(self.mount.directory, 0o777)
         for source in (f"{self.upper}@one", self.upper):

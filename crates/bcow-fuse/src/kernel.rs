@@ -25,7 +25,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
 
-use bcow::operation::LiveDisk;
+use bcow::operation::{LiveDisk, SnapshotError};
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, HEAD_BYTES};
 use bcow_mount::{Access, HiddenName, LoopDevice};
@@ -39,7 +39,7 @@ use crate::disk::{Lifetime, OnClosed};
 use crate::error::MountError;
 use crate::growth;
 use crate::idle;
-use crate::mount::{Unmounted, usable_mountpoint};
+use crate::mount::usable_mountpoint;
 use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
@@ -47,6 +47,7 @@ use crate::process::show_closing;
 use crate::session::{Closer, Unmounter};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
+use crate::unmount::Unmounted;
 use service::Service;
 
 pub use place::{DiskHandover, LoopMount};
@@ -440,6 +441,9 @@ impl Release {
     }
 }
 
+/// More than a new disk and the freeze of its file system take of the host.
+const SPACE_BYTES: u64 = 1 << 20;
+
 impl DiskSnapshots {
     /// Whether the disk is still being served.
     pub fn is_open(&self) -> bool {
@@ -466,17 +470,8 @@ impl DiskSnapshots {
         new_ledger: impl FnOnce() -> io::Result<(OwnedFd, Arc<Ledger>)>,
         is_replaced: impl FnOnce(&DiskFiles),
     ) -> Result<PathBuf, MountError> {
-        let place = &self.mount.place;
         let mut files = self.files.0.lock();
-        let (Some(disk), true) = (self.disk.upgrade(), place.exists()) else {
-            return Err(MountError::NotMounted(place.target.clone()));
-        };
-        if let Some(errno) = self.mount.lifetime.lost() {
-            return Err(MountError::LostWrites {
-                disk: self.path.clone(),
-                source: errno.into(),
-            });
-        }
+        let disk = self.disk()?;
         let failed = MountError::process("make a ledger for the new disk");
         let kept = match &*files {
             Some(_) => Some(new_ledger().map_err(failed)?),
@@ -494,11 +489,59 @@ impl DiskSnapshots {
                 is_replaced(files);
             }
         };
-        let take = || disk.snapshot(name, note, ledger, replace);
+        self.while_frozen(freezer, || disk.snapshot(name, note, ledger, replace))
+    }
+
+    /// Makes a copy of the disk the snapshot `name`, as [`LiveDisk::copy`], while the file system is
+    /// frozen.
+    pub fn copy(
+        &self,
+        name: &str,
+        freezer: impl FnOnce(&Path, &str) -> Command,
+    ) -> Result<PathBuf, MountError> {
+        let _files = self.files.0.lock();
+        let disk = self.disk()?;
+        self.while_frozen(freezer, || disk.copy(name))
+    }
+
+    /// The disk, if it is mounted and has lost no write.
+    fn disk(&self) -> Result<Arc<LiveDisk>, MountError> {
+        let place = &self.mount.place;
+        let (Some(disk), true) = (self.disk.upgrade(), place.exists()) else {
+            return Err(MountError::NotMounted(place.target.clone()));
+        };
+        match self.mount.lifetime.lost() {
+            None => Ok(disk),
+            Some(errno) => Err(MountError::LostWrites {
+                disk: self.path.clone(),
+                source: errno.into(),
+            }),
+        }
+    }
+
+    fn while_frozen(
+        &self,
+        freezer: impl FnOnce(&Path, &str) -> Command,
+        take: impl FnOnce() -> Result<PathBuf, SnapshotError>,
+    ) -> Result<PathBuf, MountError> {
+        self.require_space()?;
+        let place = &self.mount.place;
         let command = freezer(&place.target, place.device.as_deref().unwrap_or_default());
         let taken = bcow_mount::while_frozen(&place.target, command, take);
         let failed = MountError::process("freeze its file system");
         taken.map_err(failed)?.map_err(MountError::Snapshot)
+    }
+
+    /// Fails if the host is full: the file system would meet that when it is frozen, and end.
+    fn require_space(&self) -> Result<(), MountError> {
+        let host = rustix::fs::statvfs(&self.path);
+        let host = host.map_err(|errno| MountError::Snapshot(SnapshotError::Host(errno.into())))?;
+        let has_inode = host.f_files == 0 || host.f_ffree > 0;
+        if host.f_bfree.saturating_mul(host.f_frsize) >= SPACE_BYTES && has_inode {
+            return Ok(());
+        }
+        let full = SnapshotError::Host(Errno::NOSPC.into());
+        Err(MountError::Snapshot(full))
     }
 }
 

@@ -89,7 +89,6 @@ impl Instance {
         let at = Directories::open(path, root, meta, note)?;
         let record = InstanceRecord::read(at.meta.as_fd(), path)?;
         if let Some(record) = &record {
-            record.refuse_snapshot(path)?;
             record::require_image(path, record.identity(), &record.image_name, image)?;
         }
         let found = match at.probe(kept) {
@@ -148,7 +147,6 @@ impl Instance {
         let meta = open_inside(root.as_fd(), path, META)?.ok_or_else(missing)?;
         let at = Directories::open(path, root, meta, note)?;
         let record = InstanceRecord::read(at.meta.as_fd(), path)?.ok_or_else(missing)?;
-        record.refuse_snapshot(path)?;
         let found = at.probe(None)?;
         at.finish(record, Provenance::Existing, found)
     }
@@ -396,8 +394,10 @@ struct Directories {
 
 impl Directories {
     fn open(path: &Path, root: OwnedFd, meta: OwnedFd, note: &str) -> Result<Self, UpperError> {
-        // An upper of the other driver stays as it is.
-        InstanceRecord::read(meta.as_fd(), path)?;
+        // An upper of the other driver stays as it is, and so does a snapshot.
+        if let Some(record) = InstanceRecord::read(meta.as_fd(), path)? {
+            record.refuse_snapshot(path)?;
+        }
         let lock = lock(meta.as_fd(), path, note)?;
         snapshots::sweep(path, meta.as_fd())?;
         let below = |name: &str| {

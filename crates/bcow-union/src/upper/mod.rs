@@ -49,8 +49,8 @@ pub use reader::UpperReader;
 pub use record::{DiskRecord, FileSystem, ImageName, InstanceRecord, SCHEMA};
 pub(crate) use snapshots::{NewSnapshot, SNAPSHOTS};
 pub use snapshots::{
-    UpperSnapshot, fork_upper, list_snapshots, remove_snapshot, roll_back_upper, snapshot_path,
-    take_snapshot,
+    UpperSnapshot, fork_upper, list_snapshots, recover_snapshots, remove_snapshot, roll_back_upper,
+    snapshot_directory, snapshot_path, take_snapshot,
 };
 pub use times::TimesMark;
 pub(crate) use times::modified;

@@ -48,7 +48,12 @@ pub struct UpperSnapshot {
 
 /// The path of the snapshot `name` of the upper at `upper`. It is the path of an upper.
 pub fn snapshot_path(upper: &Path, name: &str) -> PathBuf {
-    upper.join(META).join(SNAPSHOTS).join(name)
+    snapshot_directory(upper).join(name)
+}
+
+/// The directory with the snapshots of the upper at `upper`.
+pub fn snapshot_directory(upper: &Path) -> PathBuf {
+    upper.join(META).join(SNAPSHOTS)
 }
 
 /// As [`snapshot_path`]. Fails if no snapshot can have this name.
@@ -197,6 +202,7 @@ pub fn roll_back_upper(upper: &Path, name: &str, note: &str) -> Result<(), Upper
     let (parent, name) = (&part.parent, Path::new(&part.name));
     let exchange = RenameFlags::EXCHANGE;
     let exchanged = moved.and_then(|()| {
+        rustix::fs::fsync(&meta)?;
         rustix::fs::renameat_with(&part.directory, MADE, parent, name, exchange)?;
         rustix::fs::fsync(&part.directory).and_then(|()| rustix::fs::fsync(parent))
     });
@@ -204,6 +210,19 @@ pub fn roll_back_upper(upper: &Path, name: &str, note: &str) -> Result<(), Upper
         part.return_snapshots(before.meta()).map_err(failed)?;
     }
     exchanged.map_err(failed)
+}
+
+/// Moves the snapshots back that a killed rollback left beside the upper at `upper`, if no process
+/// uses the upper. `note` names this process to others.
+pub fn recover_snapshots(upper: &Path, note: &str) {
+    let Ok(path) = upper.canonicalize() else {
+        return;
+    };
+    let part = path.with_file_name(Part::file_name(path.file_name().unwrap_or_default()));
+    if snapshot_directory(&part.join(MADE)).is_dir() {
+        // Each writer does it, so a process that uses the upper has done it.
+        let _ = Instance::open_existing(&path, note);
+    }
 }
 
 /// Removes what a killed process left beside the upper at `path`, whose lock the caller holds.
