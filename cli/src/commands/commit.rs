@@ -36,9 +36,10 @@ use crate::ui::Ui;
 /// When a layer or image that needs IMG is opened later, bcow looks for IMG by its file name in the
 /// directory of that layer or image, and by its file name or digest under --store.
 ///
-/// The command changes neither the upper nor IMG. No process may write to the upper during the
-/// command. A disk that was not unmounted is read with the changes in the journal of its file
-/// system.
+/// The command changes neither the upper nor IMG. UPPER can also be the directory of a mount, or a
+/// snapshot, UPPER@NAME. If the upper or the disk is in use, the process that uses it takes a
+/// snapshot, which the command reads and removes. A disk that was not unmounted is read with the
+/// changes in the journal of its file system.
 ///
 /// Without --upper, the command commits a disk. With NEW, it writes a sealed disk that has
 /// the same backing and contains only the disk's own data. The disk does not change.
@@ -60,8 +61,8 @@ pub struct Args {
     #[arg(value_parser = NameParser(COMMIT_TO))]
     new: Option<Name>,
     /// Commit the changes in this upper of a writable mount of IMG, or in this disk of `bcow create
-    /// --fs ext4`
-    #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
+    /// --fs ext4`; both also while they are mounted
+    #[arg(long, value_name = "UPPER|DISK|DIR", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
     /// Write a complete image: IMG with the changes applied; bcow still reads unchanged data from
     /// IMG

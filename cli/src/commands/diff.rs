@@ -18,12 +18,14 @@ use serde_json::json;
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
+use crate::interrupt::Interrupt;
 use crate::size::{Human, plural};
 use crate::stat::{self, InodeFacts};
 use crate::ui::{Output, Ui};
 use crate::{changes, names};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
+use bcow_images::readable_upper::ReadableUpper;
 
 /// Show the differences between two images
 ///
@@ -42,7 +44,9 @@ use bcow_images::args::{IMAGE, NameParser};
 ///
 /// With --upper, B is the image A with the changes in the upper of a writable mount of A, or in a
 /// disk of `bcow create --fs ext4` that shows A. The command reads only directories that the upper
-/// changes. No process may write to the upper during the command. Layers (--layer) are on top of A.
+/// changes. Layers (--layer) are on top of A. UPPER can also be the directory of a mount, or a
+/// snapshot, UPPER@NAME. If the upper or the disk is in use, the process that uses it takes a
+/// snapshot, which the command reads and removes.
 ///
 /// On a terminal, the command quotes unusual names as GNU ls does; otherwise it prints the bytes of
 /// a name unchanged.
@@ -67,8 +71,8 @@ pub struct Args {
     #[arg(value_parser = NameParser(IMAGE))]
     b: Option<Name>,
     /// Compare A with A plus the changes in this upper of a writable mount of A, or in this disk of
-    /// `bcow create --fs ext4`
-    #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
+    /// `bcow create --fs ext4`; both also while they are mounted
+    #[arg(long, value_name = "UPPER|DISK|DIR", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
     /// Print the sizes of what the upper stores for each file, the largest first
     #[arg(long, requires = "upper", conflicts_with_all = ["summary", "null"])]
@@ -122,7 +126,14 @@ fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
     }
     let known_same =
         |here, there, length| bcow::known_same(image.image(), here, other.image(), there, length);
-    compare_trees(args, &image.tree()?, &other.tree()?, &known_same, ui)
+    compare_trees(
+        args,
+        &image.tree()?,
+        &other.tree()?,
+        &known_same,
+        &|| Ok(()),
+        ui,
+    )
 }
 
 /// Whether the upper has no changes to its image.
@@ -132,12 +143,15 @@ fn compare_upper(
     upper: &Path,
     ui: &Ui,
 ) -> Result<bool, CommandError> {
-    let [a, b] = changes::trees(image, upper, &args.stores, ui)?;
+    // Before the snapshot of an upper in use, which has to be removed.
+    let interrupt = Interrupt::catch();
+    let upper = ReadableUpper::find(upper, ui)?;
+    let [a, b] = changes::trees(image, &upper, &args.stores, ui)?;
     let known_same = |here, there, length| match lower_offset(here) {
         Some(offset) if lower_offset(there) == Some(offset) => length,
         _ => 0,
     };
-    compare_trees(args, &a, &b, &known_same, ui)
+    compare_trees(args, &a, &b, &known_same, &|| interrupt.check(), ui)
 }
 
 fn compare_trees(
@@ -145,6 +159,7 @@ fn compare_trees(
     a: &Tree,
     b: &Tree,
     known_same: &dyn Fn(u64, u64, u64) -> u64,
+    check: &dyn Fn() -> Result<(), CommandError>,
     ui: &Ui,
 ) -> Result<bool, CommandError> {
     let options = DiffOptions {
@@ -169,7 +184,7 @@ fn compare_trees(
         a.filesystem(),
         b.filesystem(),
         &options,
-        &mut |path, change| report.difference(path, &change),
+        &mut |path, change| check().and_then(|()| report.difference(path, &change)),
     );
     let summary = match compared {
         Ok(summary) => summary,

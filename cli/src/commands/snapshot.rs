@@ -6,6 +6,7 @@ mod rm;
 use bcow_convert::{take_snapshot, take_upper_snapshot};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
+use bcow_images::readable_upper::refuse_temporary;
 use bcow_images::target::Target;
 use bcow_mounts::control::hold_frozen;
 use serde_json::json;
@@ -77,6 +78,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 }
 
 fn take(args: &Args, disk: &Name, name: &str, ui: &Ui) -> Result<(), CommandError> {
+    refuse_temporary(name)?;
     let (of, path) = match Target::of(disk)? {
         Target::Disk(disk) => ("disk", take_snapshot(&disk, name, &args.stores)?),
         Target::Upper(upper) => ("upper", take_upper_snapshot(&upper, name)?),

@@ -13,6 +13,7 @@ use bcow_images::args::COMMIT_TO;
 use bcow_images::error::CommandError;
 use bcow_images::image::{LayerArgs, OpenImage, StoreArgs};
 use bcow_images::push::Destination;
+use bcow_images::readable_upper::ReadableUpper;
 use bcow_images::replace::{self, Force, Replacement};
 use bcow_images::upper::Joined;
 use bcow_images::{Name, changes};
@@ -34,7 +35,7 @@ use crate::work::Work;
 pub struct UpperCommit<'a> {
     /// The image of the upper.
     pub image: &'a Name,
-    /// The upper, or a disk that shows the image.
+    /// The upper, or a disk that shows the image. It may be in use.
     pub upper: &'a Path,
     /// What to write.
     pub new: &'a Name,
@@ -83,7 +84,10 @@ impl UpperCommit<'_> {
         let destination = Destination::of(self.new, &COMMIT_TO, remote, self.image)?;
         refuse_inside(self.upper, &destination)?;
         let image = OpenImage::open(self.image, &self.layers.layers, self.stores)?;
-        let changes = changes::read(&image, self.upper, self.stores, Scope::Layer, work.messages)?;
+        // Dropped behind all that reads it.
+        let upper = ReadableUpper::find(self.upper, work.messages)?;
+        refuse_inside(&upper.of, &destination)?;
+        let changes = changes::read(&image, &upper, self.stores, Scope::Layer, work.messages)?;
         work.progress.phase("committing");
         let commit = OpenCommit {
             asked: self,

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use bcow::chain::MAX_DEPTH;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::lock::FileLock;
-use bcow::operation::{Snapshotted, is_snapshot_name, snapshot, sync_directory_of};
+use bcow::operation::{Snapshotted, snapshot, sync_directory_of};
 use bcow::{
     BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, LockFileError, LockedFile,
     OpenOptions, UnreadBackings, backing_of,
@@ -26,7 +26,7 @@ use bcow_images::error::{CommandError, Context};
 use bcow_images::new_file::NewFile;
 use bcow_images::requests::{ask, cannot_snapshot};
 use bcow_images::running::LOCK_IN_UPPER;
-use bcow_images::snapshots::{Snapshot, find_snapshot, snapshots};
+use bcow_images::snapshots::{Snapshot, find_snapshot, snapshots, tree_snapshot};
 use bcow_images::upper::cannot_use;
 use bcow_union::{
     DiskInstance, Driver, META, SyncPolicy, UpperError, UpperSnapshot, disk_path, snapshot_path,
@@ -122,16 +122,6 @@ pub fn upper_snapshots(upper: &Path) -> Result<Vec<Snapshot>, CommandError> {
         other_links: 0,
     };
     Ok(found.into_iter().map(of).collect())
-}
-
-/// The path of the snapshot `name` of an upper of the FUSE driver.
-fn tree_snapshot(upper: &Path, name: &str) -> Result<PathBuf, CommandError> {
-    let path = snapshot_path(upper, name);
-    if is_snapshot_name(name) && path.is_dir() {
-        Ok(path)
-    } else {
-        Err(cannot_use(&UpperError::NoSnapshot(path)))
-    }
 }
 
 /// Removes the snapshot `name` of the upper at `upper`. If the disk or another snapshot is over it,

@@ -15,24 +15,27 @@ use crate::image::{Messages, OpenImage, StoreArgs, Tree};
 use crate::kernel_upper::{self, is_kernel_upper};
 use crate::names;
 use crate::over_view;
+use crate::readable_upper::ReadableUpper;
 use crate::size::plural;
 use crate::upper::{Joined, open_reader_of};
 
 /// The changes in an upper to its image, or those in a disk that shows the image.
 pub fn read(
     image: &OpenImage,
-    upper: &Path,
+    upper: &ReadableUpper,
     stores: &StoreArgs,
     scope: Scope,
     messages: &dyn Messages,
 ) -> Result<Changes, CommandError> {
+    let (upper, snapshot) = (&*upper.path, upper.snapshot.as_deref());
     let most = Limits::default().max_entries;
     let lower = || -> Result<_, CommandError> { Ok(Arc::new(image.tree()?.into_filesystem())) };
     let device = image.image().clone();
     let disk = match () {
         () if upper.is_file() => Some(over_view::open(image, upper, stores)?),
         () if is_kernel_upper(upper) => {
-            let found = kernel_upper::read(image, upper, &OpenOptions::default(), messages)?;
+            let options = OpenOptions::default();
+            let found = kernel_upper::read(image, upper, snapshot, &options, messages)?;
             Some(over_view::of_upper(found, upper)?)
         }
         () => None,
@@ -58,11 +61,12 @@ pub fn read(
 /// The trees of the directories that an upper changes: of its image, and with the changes.
 pub fn trees(
     image: &OpenImage,
-    upper: &Path,
+    upper: &ReadableUpper,
     stores: &StoreArgs,
     messages: &dyn Messages,
 ) -> Result<[Tree; 2], CommandError> {
     let changes = read(image, upper, stores, Scope::Touched, messages)?;
+    let upper = &*upper.path;
     let before = merge(vec![changes.touched.clone()]).joined(upper)?;
     let after = merge(vec![changes.touched, changes.layer]).joined(upper)?;
     let tree = |name: &Path, tree| {

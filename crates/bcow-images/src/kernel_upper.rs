@@ -29,15 +29,21 @@ pub struct ReadUpper {
     pub reader: DiskReader,
 }
 
-/// Opens the upper of `image` for reading.
+/// Opens the upper of `image` for reading; with `snapshot`, which is the file of a snapshot of it,
+/// its content at that moment.
 pub fn read(
     image: &OpenImage,
     upper: &Path,
+    snapshot: Option<&Path>,
     options: &OpenOptions,
     messages: &dyn Messages,
 ) -> Result<ReadUpper, CommandError> {
-    let reader =
-        when_free(messages, || DiskReader::open(upper)).map_err(|error| cannot_use(&error))?;
+    let snapshot = snapshot.and_then(|snapshot| snapshot.file_name()?.to_str());
+    let open = || match snapshot {
+        Some(snapshot) => DiskReader::open_snapshot(upper, snapshot),
+        None => DiskReader::open(upper),
+    };
+    let reader = when_free(messages, open).map_err(|error| cannot_use(&error))?;
     require_same_image(&reader, image)?;
     refuse_lost(upper, reader.is_lost())?;
     let (disk, below) = read_disk(&reader, image, options)?;

@@ -50,6 +50,7 @@ mod over_view;
 pub mod plain;
 pub mod prefetch;
 pub mod push;
+pub mod readable_upper;
 pub mod record;
 pub mod remote;
 pub mod replace;

@@ -7,12 +7,12 @@ use std::io::{self, Read, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
-use bcow::operation::LiveDisk;
+use bcow::operation::{LiveDisk, SnapshotError};
 use bcow_fuse::kernel::{DiskFiles, DiskSnapshots};
 use bcow_fuse::session::Snapshotter;
 use bcow_fuse::{AnySession, MountError};
@@ -42,6 +42,8 @@ pub trait Live: Send + Sync {
     fn is_at(&self, device: u64, inode: u64) -> bool;
     /// Takes the snapshot `name`.
     fn snapshot(&self, name: &str) -> Result<(), CommandError>;
+    /// Takes the snapshot `name`, which can be removed while this is in use.
+    fn copy(&self, name: &str) -> Result<(), CommandError>;
 }
 
 /// What takes requests in this process. The lock is not held during a request.
@@ -141,7 +143,10 @@ fn execute(line: &[u8]) -> Result<(), CommandError> {
     let live = live.iter().find(is_meant).ok_or_else(|| {
         CommandError::new("the process does not serve the disk for writing any more")
     })?;
-    live.snapshot(&request.snapshot)
+    match request.copy {
+        true => live.copy(&request.snapshot),
+        false => live.snapshot(&request.snapshot),
+    }
 }
 
 /// A disk that clients of this process write to.
@@ -164,11 +169,24 @@ impl Live for ServedDisk {
     }
 
     fn snapshot(&self, name: &str) -> Result<(), CommandError> {
+        let note = lock_note(self.command);
+        self.take(|disk| disk.snapshot(name, &note, None, |_| ()))
+    }
+
+    fn copy(&self, name: &str) -> Result<(), CommandError> {
+        self.take(|disk| disk.copy(name))
+    }
+}
+
+impl ServedDisk {
+    fn take(
+        &self,
+        take: impl FnOnce(&LiveDisk) -> Result<PathBuf, SnapshotError>,
+    ) -> Result<(), CommandError> {
         let Some(disk) = self.disk.upgrade() else {
             return Ok(());
         };
-        let taken = disk.snapshot(name, &lock_note(self.command), None, |_| ());
-        let path = taken.map_err(|error| cannot_snapshot(&self.name, &error))?;
+        let path = take(&disk).map_err(|error| cannot_snapshot(&self.name, &error))?;
         tracing::info!(
             "{}: its content is the snapshot {}",
             self.name,
@@ -204,9 +222,20 @@ impl<F: Fn(&DiskFiles) + Send + Sync> Live for KernelMount<F> {
     }
 
     fn snapshot(&self, name: &str) -> Result<(), CommandError> {
+        let (note, is_replaced) = (&self.note, &self.is_replaced);
         let taken = self
             .snapshots
-            .take(name, &self.note, freezer, new_ledger, &self.is_replaced);
+            .take(name, note, freezer, new_ledger, is_replaced);
+        self.taken(taken)
+    }
+
+    fn copy(&self, name: &str) -> Result<(), CommandError> {
+        self.taken(self.snapshots.copy(name, freezer))
+    }
+}
+
+impl<F> KernelMount<F> {
+    fn taken(&self, taken: Result<PathBuf, MountError>) -> Result<(), CommandError> {
         let path = taken.map_err(|error| match &error {
             MountError::Snapshot(error) => cannot_snapshot(&self.at, error),
             error => CommandError::new(format!("cannot take a snapshot of {}", self.at))
@@ -249,6 +278,10 @@ impl Live for FuseMount {
     fn snapshot(&self, name: &str) -> Result<(), CommandError> {
         let taken = self.snapshots.take(name).unwrap_or(Ok(()));
         taken.map_err(|error| cannot_use(&error))
+    }
+
+    fn copy(&self, name: &str) -> Result<(), CommandError> {
+        self.snapshot(name)
     }
 }
 

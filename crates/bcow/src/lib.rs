@@ -42,6 +42,7 @@ pub mod chain;
 pub mod check;
 mod checked;
 mod codec;
+mod copy;
 mod date;
 mod device;
 mod disk;
@@ -67,6 +68,7 @@ mod writer;
 
 pub use bcow_format as format;
 pub use cache::{BlockCache, CacheFigures};
+pub use copy::copy_file;
 pub use date::rfc3339;
 pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
 pub use disk::{CreateOptions, Disk, Layout, Ledger, Statistics};

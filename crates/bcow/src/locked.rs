@@ -228,7 +228,8 @@ pub fn snapshot_time(file: &File, path: &Path) -> Option<SystemTime> {
     Some(SystemTime::UNIX_EPOCH + Duration::from_nanos(nanoseconds))
 }
 
-/// Marks the file as the snapshot that has this file name, once it has the name.
+/// Marks the file as the snapshot that has this file name, once it has the name. The caller makes
+/// it durable.
 pub(crate) fn mark_snapshot(file: &File, name: &str) -> io::Result<()> {
     let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
     let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
@@ -236,8 +237,7 @@ pub(crate) fn mark_snapshot(file: &File, name: &str) -> io::Result<()> {
     // File systems limit names to 255 bytes.
     mark.resize(MARK_NAME_BYTES, 0);
     mark.extend(nanoseconds.to_le_bytes());
-    file.write_all_at(&mark, MARK_AT)?;
-    file.sync_data()
+    file.write_all_at(&mark, MARK_AT)
 }
 
 fn check_writable(header: &Header) -> Result<(), LockFileError> {

@@ -2,17 +2,16 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, Stat, Timespec, Timestamps};
+use bcow::copy_file;
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, Timespec, Timestamps};
 use rustix::io::Errno;
 
 use super::beneath::{open_directory_beneath, open_regular_beneath};
 use super::xattr::each_name;
 use super::{Attribute, META, Namespace, UpperReader, XattrMode, is_whiteout, work};
-use crate::Seek;
-use crate::host::{HostFile, errno_of};
+use crate::host::errno_of;
 
 /// The directories of [`META`] that belong to the content.
 const PARTS: [&str; 2] = ["maps", "index"];
@@ -202,24 +201,4 @@ fn exists(root: BorrowedFd<'_>, path: &str) -> Result<bool, Errno> {
         Err(Errno::NOENT) => Ok(false),
         Err(errno) => Err(errno),
     }
-}
-
-/// Makes `to`, which is empty, a copy of `from`: a reflink, or a copy of the stored ranges.
-fn copy_file(mut from: &File, mut to: &File) -> io::Result<()> {
-    if rustix::fs::ioctl_ficlone(to, from).is_ok() {
-        return Ok(());
-    }
-    let size = from.size()?;
-    let mut at = 0;
-    while let Some(start) = from.seek(at, Seek::Data)?.filter(|&start| start < size) {
-        let end = from
-            .seek(start, Seek::Hole)?
-            .map_or(size, |end| end.min(size));
-        for file in [from, to] {
-            rustix::fs::seek(file, SeekFrom::Start(start))?;
-        }
-        io::copy(&mut from.by_ref().take(end - start), &mut to)?;
-        at = end;
-    }
-    to.set_size(size)
 }

@@ -265,9 +265,9 @@ impl DiskInstance {
 
     fn open_disk(&self, note: &str) -> Result<Option<LockedFile>, UpperError> {
         for _ in 0..MAX_REPLACEMENTS {
-            let Some(file) = open_disk_file(self.meta.as_fd(), &self.path, OFlags::RDWR)? else {
-                return Ok(None);
-            };
+            let meta = self.meta.as_fd();
+            let file = open_disk_file(meta, &self.path, DISK, OFlags::RDWR)?;
+            let Some(file) = file else { return Ok(None) };
             require_own(file.as_fd(), self.disk_path())?;
             // The previous holder of the lock may have replaced the file.
             if let Some((disk, _)) = self.lock_disk(file, note)? {
@@ -301,6 +301,8 @@ pub struct DiskReader {
     path: PathBuf,
     meta: OwnedFd,
     record: DiskRecord,
+    /// The name of the disk in [`META`].
+    name: String,
     disk: Arc<File>,
     _lock: Option<File>,
 }
@@ -309,16 +311,26 @@ impl DiskReader {
     /// Opens the upper at `path` for reading. Fails if a writer holds its lock, and with
     /// [`UpperError::Incomplete`] if no mount has completed it.
     pub fn open(path: &Path) -> Result<Self, UpperError> {
+        DiskReader::open_file(path, DISK)
+    }
+
+    /// As [`DiskReader::open`], for the snapshot in the file `snapshot` beside the disk. The upper
+    /// may be in use.
+    pub fn open_snapshot(path: &Path, snapshot: &str) -> Result<Self, UpperError> {
+        DiskReader::open_file(path, snapshot)
+    }
+
+    fn open_file(path: &Path, name: &str) -> Result<Self, UpperError> {
         let root = open_root(path)?;
         let meta = work::open_directory(root.as_fd(), META.as_bytes())
             .map_err(|errno| meta_failed(path, META, errno))?;
-        let lock = lock_shared(meta.as_fd(), path)?;
+        let lock = if name == DISK { lock_shared(meta.as_fd(), path)? } else { None };
         let recorded = Recorded::read(meta.as_fd(), path)?;
         refuse_other_driver(&recorded, path)?;
         let Recorded::Disk(record) = recorded else {
             return Err(UpperError::Incomplete(path.to_owned()));
         };
-        let disk = open_disk_file(meta.as_fd(), path, OFlags::RDONLY)?;
+        let disk = open_disk_file(meta.as_fd(), path, name, OFlags::RDONLY)?;
         let disk = disk.ok_or_else(|| missing_disk(path))?;
         // Another program than a mount can have the disk open.
         FileLock::shared(&disk).map_err(|holder| UpperError::InUse(path.to_owned(), holder))?;
@@ -326,6 +338,7 @@ impl DiskReader {
             path: path.to_owned(),
             meta,
             record,
+            name: name.to_owned(),
             disk: Arc::new(disk),
             _lock: lock,
         })
@@ -337,7 +350,7 @@ impl DiskReader {
     }
 
     pub fn disk_path(&self) -> PathBuf {
-        disk_path(&self.path)
+        self.path.join(META).join(&self.name)
     }
 
     /// The content of its `instance.json`.
@@ -351,8 +364,11 @@ impl DiskReader {
     }
 
     /// Whether the machine stopped while the upper was mounted with `--sync volatile`. The file
-    /// system on the disk may then be damaged in any way.
+    /// system on the disk may then be damaged in any way. A snapshot is never lost.
     pub fn is_lost(&self) -> Result<bool, UpperError> {
+        if self.name != DISK {
+            return Ok(false);
+        }
         volatile::is_lost(self.meta.as_fd(), &self.path)
     }
 }
@@ -383,9 +399,10 @@ fn missing_disk(upper: &Path) -> UpperError {
 fn open_disk_file(
     meta: BorrowedFd<'_>,
     upper: &Path,
+    name: &str,
     flags: OFlags,
 ) -> Result<Option<File>, UpperError> {
-    match open_regular(meta, DISK, flags) {
+    match open_regular(meta, name, flags) {
         Ok(file) => Ok(Some(file.into())),
         Err(Errno::NOENT) => Ok(None),
         Err(Errno::INVAL) => Err(UpperError::Record {

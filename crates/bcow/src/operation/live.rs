@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::snapshot::{SnapshotError, Snapshotted, snapshot};
+use super::snapshot::{SnapshotError, Snapshotted, copy_snapshot, snapshot};
 use crate::disk::Gate;
 use crate::{BlockDevice, Disk, Error, Ledger, LockedFile, Space, Status, WritableDevice};
 
@@ -75,6 +75,14 @@ impl LiveDisk {
             height,
         });
         Ok(path)
+    }
+
+    /// Makes a copy of the disk the snapshot `name`, as [`copy_snapshot`].
+    pub fn copy(&self, name: &str) -> Result<PathBuf, SnapshotError> {
+        self.flush().map_err(SnapshotError::Disk)?;
+        let closed = self.0.close();
+        let top = closed.get();
+        copy_snapshot(&top.disk, &top.file, name)
     }
 
     /// Closes the disk, as [`Disk::close`].

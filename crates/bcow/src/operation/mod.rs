@@ -7,7 +7,8 @@
 //! | [`rewrite`] | writes a disk to a new file: sealed, compacted, flattened or compressed |
 //! | [`name_backing`] | makes the entry by which a disk names its backing |
 //! | [`snapshot`](snapshot()) | makes the file of a disk read-only, with a new disk over it |
-//! | [`LiveDisk`] | does the same while programs use the disk |
+//! | [`copy_snapshot`] | makes a copy of the file of a disk read-only |
+//! | [`LiveDisk`] | does both while programs use the disk |
 //! | [`absorb_backing`] | copies the own data of the backing into the disk |
 //! | [`compare`] | finds the ranges in which two address spaces differ |
 //!
@@ -49,8 +50,8 @@ pub use name::{NameError, name_backing, require_in_reach};
 pub use rebase::{rebase, rebase_reference};
 pub use rewrite::{RewriteOptions, WRITABLE_LOG_BYTES, rewrite};
 pub use snapshot::{
-    SnapshotError, Snapshotted, absorb_backing, is_snapshot_name, remove_unfinished, snapshot,
-    snapshot_name, snapshot_path, sync_directory_of,
+    SnapshotError, Snapshotted, absorb_backing, copy_snapshot, is_snapshot_name, remove_unfinished,
+    snapshot, snapshot_name, snapshot_path, sync_directory_of,
 };
 
 /// Bytes per step of an operation.

@@ -29,6 +29,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use super::compare::status_or_hole;
 use super::{Monitor, OperationError, Phase, STEP_BYTES, step};
 use crate::chain::MAX_DEPTH;
+use crate::copy_file;
 use crate::lock::{FileLock, LockError};
 use crate::locked::{backing_of, mark_snapshot};
 use crate::new_file::parent_of;
@@ -137,30 +138,12 @@ pub fn snapshot(
     if height >= MAX_DEPTH {
         return Err(SnapshotError::TooDeep);
     }
-    if !file.has_its_name() {
-        return Err(SnapshotError::Moved);
-    }
-    if !file
-        .file()
-        .metadata()
-        .map_err(SnapshotError::Host)?
-        .is_file()
-    {
-        return Err(SnapshotError::NoRegularFile);
-    }
-    let path = snapshot_path(file.path(), name)?;
-    remove_unfinished(&path).map_err(SnapshotError::Host)?;
-    let file_name = path.file_name().and_then(|name| name.to_str());
-    let file_name = file_name.ok_or(SnapshotError::FileName)?;
-    let unmade = |error: NewFileError| match error {
-        NewFileError::Exists => SnapshotError::Exists(path.clone()),
-        error => SnapshotError::NewFile(error),
-    };
-    let new = NewFile::create_new(&path).map_err(unmade)?;
-    let taken = new.take_attributes(file.file());
-    taken.map_err(|error| unmade(NewFileError::Write(error)))?;
+    let (path, new) = begin(file, name)?;
+    let file_name = name_of(&path)?;
     disk.checkpoint().map_err(SnapshotError::Disk)?;
-    mark_snapshot(file.file(), file_name).map_err(SnapshotError::Host)?;
+    mark_snapshot(file.file(), file_name)
+        .and_then(|()| file.file().sync_data())
+        .map_err(SnapshotError::Host)?;
     let copied = || new.file().try_clone().map_err(SnapshotError::Host);
     // A writer that opens the disk from the exchange on meets this lock.
     let lock = FileLock::exclusive(new.file(), note).map_err(SnapshotError::Lock)?;
@@ -169,7 +152,7 @@ pub fn snapshot(
     let new_file = LockedFile::of(copied()?, file.path().to_owned(), lock);
     new.complete().map_err(|error| {
         let _ = remove_unfinished(&path);
-        unmade(error)
+        not_made(&path, error)
     })?;
     exchange(file.path(), &path).map_err(|error| {
         // The cause is more precise than an error here.
@@ -186,6 +169,51 @@ pub fn snapshot(
         file: new_file,
         path,
     })
+}
+
+/// Makes a copy of the file of a disk the snapshot `name`, which is not durable. The disk stays as
+/// it is, and so the snapshot can be removed while the disk is in use. `disk` is open in `file`; the
+/// caller has stopped all its writers. Returns the path of the snapshot.
+pub fn copy_snapshot(disk: &Disk, file: &LockedFile, name: &str) -> Result<PathBuf, SnapshotError> {
+    let (path, new) = begin(file, name)?;
+    let file_name = name_of(&path)?;
+    disk.checkpoint().map_err(SnapshotError::Disk)?;
+    copy_file(file.file(), new.file())
+        .and_then(|()| mark_snapshot(new.file(), file_name))
+        .map_err(SnapshotError::Host)?;
+    new.name_as(file_name)
+        .map_err(|error| not_made(&path, error))?;
+    Ok(path)
+}
+
+/// Begins a new file for the snapshot `name` of the disk in `file`. Returns the path of the
+/// snapshot with it.
+fn begin(file: &LockedFile, name: &str) -> Result<(PathBuf, NewFile), SnapshotError> {
+    if !file.has_its_name() {
+        return Err(SnapshotError::Moved);
+    }
+    let metadata = file.file().metadata().map_err(SnapshotError::Host)?;
+    if !metadata.is_file() {
+        return Err(SnapshotError::NoRegularFile);
+    }
+    let path = snapshot_path(file.path(), name)?;
+    remove_unfinished(&path).map_err(SnapshotError::Host)?;
+    let new = NewFile::create_new(&path).map_err(|error| not_made(&path, error))?;
+    new.take_attributes(file.file())
+        .map_err(|error| SnapshotError::NewFile(NewFileError::Write(error)))?;
+    Ok((path, new))
+}
+
+fn not_made(path: &Path, error: NewFileError) -> SnapshotError {
+    match error {
+        NewFileError::Exists => SnapshotError::Exists(path.to_owned()),
+        error => SnapshotError::NewFile(error),
+    }
+}
+
+fn name_of(path: &Path) -> Result<&str, SnapshotError> {
+    let name = path.file_name().and_then(|name| name.to_str());
+    name.ok_or(SnapshotError::FileName)
 }
 
 /// Exchanges the names of two files of one directory, durably or not at all.
