@@ -44,6 +44,17 @@ DOCUMENTS = {
     "export": "export image.bcow --to tar -o made/tar", "extract": "extract image.bcow made/tree",
     "fork": "fork disk.bcow@clean fork-2.bcow", "snapshot": "snapshot fork-2.bcow now",
     "rollback": "rollback fork-2.bcow now", "snapshot-rm": "snapshot rm disk.bcow late",
+    "commit-archive": "commit image.bcow --upper upper tar:made/layer.tar",
+    "commit-layout": "commit image.bcow --upper upper oci:made/committed:tag",
+    "commit-disk": "commit disk.bcow sealed.bcow",
+    "create-alone": "create -s 1M made/alone.bcow",
+    "create-ext4": "create -b image.bcow --fs ext4 made/fs.bcow --backing-dir .",
+    "export-layout": "export image.bcow --to oci:made/exported:tag",
+    "export-raw": "export disk.bcow --to raw -o made/raw", "copy-file": "copy image.bcow made/x.bcow",
+    "fsck-upper": "fsck upper image.bcow", "fork-upper": "fork upper made/upper",
+    "snapshot-upper": "snapshot made/upper one", "snapshots-upper": "snapshot list made/upper",
+    "rollback-upper": "rollback made/upper one", "map-upper-disk": "map root.bcow",
+    "pools": "pool list",
 }
 
 
@@ -187,6 +198,8 @@ def documents(here):
     with mounted(f"{here}/image.bcow", "--upper", f"{here}/upper") as where:
         read_text(f"{where}/etc/config")
         yield "stats", document("stats", where)
+        yield "ps", document("ps")
+        yield "top", document("top", "--once", "--interval", "1")
 
 
 if __name__ == "__main__":

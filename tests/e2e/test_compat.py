@@ -7,6 +7,7 @@ import tempfile
 import unittest
 
 import frozen
+import schema
 from support import BCOW, TOP, WORK, assert_same_tree, bcow, missing, need, read_json, run
 
 VERSIONS = os.path.join(TOP, "fixtures", "compat")
@@ -62,6 +63,14 @@ class Compatibility(unittest.TestCase):
     def test_documents_have_all_members_of_earlier_versions(self):
         for version, here in self.each():
             new = dict(frozen.documents(here))
+            for name, document in new.items():
+                with self.subTest(name=name):
+                    found = list(schema.problems(document, schema.of(document["schema"])))
+                    self.assertEqual(found, [])
+            # Each schema has a document.
+            known = {name.removesuffix(".json") for name in os.listdir(schema.SCHEMAS)}
+            made = {document["schema"].replace("/", "-") for document in new.values()}
+            self.assertEqual(known, made)
             for name, old in read_json(os.path.join(version, "documents.json")).items():
                 with self.subTest(name=name):
                     self.assertEqual(list(lacks(old, new[name])), [])
@@ -82,6 +91,18 @@ class Compatibility(unittest.TestCase):
             bcow("rollback", "disk.bcow", "late", cwd=here)
             self.assertEqual(content(), before[1])
             self.assertEqual(features(), before[0])
+
+    def test_a_document_that_its_schema_refuses_is_found(self):
+        good = {"schema": "bcow.version/1", "version": "1", "list": [1]}
+        wanted = {"type": "object", "required": ["version"],
+                  "properties": {"version": {"type": ["string", "null"]},
+                                 "list": {"type": "array", "items": {"type": "integer"}}}}
+        self.assertEqual(list(schema.problems(good, wanted)), [])
+        bad = {"version": 1, "list": [True]}
+        self.assertEqual(list(schema.problems(bad, wanted)),
+                         [".version is 1, and not string or null",
+                          ".list[0] is True, and not integer"])
+        self.assertEqual(list(schema.problems({}, wanted)), [".version is missing"])
 
     def test_a_missing_and_a_changed_member_are_found(self):
         old = {"schema": "a/1", "list": [{"size": 1}], "kept": None}
