@@ -19,7 +19,7 @@ import time
 import test_pool
 from promises import promise
 from support import UNPRIVILEGED, bcow, is_mounted, read_bytes, run, until, write_file
-from test_share import LARGE, SMALL, STEPS, Background, ShareCase
+from test_share import LARGE, SMALL, STEPS, Background, ShareCase, drop_caches
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -143,6 +143,46 @@ class Whole(WholeCase):
         # As all others, with the number that it had.
         self.assertEqual(os.stat(self.at("file2")).st_ino,
                          os.stat(os.path.join(self.change(), "file2")).st_ino)
+        self.stop()
+
+    @promise("When programs have read or written a partial file at least as many times as it lacks "
+             "blocks, the mount copies these blocks from the image in the background, unless they "
+             "take more than a tenth of the free space of the host.")
+    def test_a_partial_file_that_is_used_often_becomes_whole(self):
+        self.begin()
+        name = "directory/large"
+        source, content = random.Random(6), bytearray(self.data[name])
+        fd = self.open(self.where, name, os.O_RDWR)
+
+        def write(times):
+            for _ in range(times):
+                at, new = source.randrange(100_000), source.randbytes(10)
+                self.assertEqual(os.pwrite(fd, new, at), 10)
+                content[at:at + 10] = new
+
+        def partial_files():
+            return self.statistics(self.where)["upper"]["sketches"]["open"]
+
+        def is_whole():
+            write(len(content) // PAGE)
+            return partial_files() == 0
+
+        def passes():
+            # The kernel holds the file, of which the next process does not know the descriptors.
+            drop_caches()
+            return self.passes_now(name)
+
+        write(100)
+        self.assertEqual(partial_files(), 1)
+        write(len(content) // PAGE)
+        # The next process counts for itself.
+        self.kill()
+        until(is_whole, "the file becomes whole")
+        os.fsync(fd)
+        self.close()
+        until(passes, "the descriptor is released")
+        self.assertTrue(read_bytes(self.at(name)) == content)
+        self.assertTrue(read_bytes(os.path.join(self.upper, name)) == content)
         self.stop()
 
     def test_all_ways_of_changing_a_file_agree(self):

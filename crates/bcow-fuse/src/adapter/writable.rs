@@ -258,6 +258,7 @@ impl fuser::Filesystem for Writable {
         match &self.sharing {
             Some(sharing) if has_depth && offered.contains(InitFlags::FUSE_PASSTHROUGH) => {
                 sharing.close_left_over(&self.fs);
+                self.fs.pass_whole_files();
             }
             _ => self.sharing = None,
         }

@@ -19,6 +19,12 @@ use crate::partial::{Durability, Partial};
 /// flush. The value is the default commit interval of ext4.
 const PERIOD: Duration = Duration::from_secs(5);
 
+/// Blocks that are copied at once to complete a partial file. An unmount waits for them.
+const BLOCKS_AT_ONCE: u64 = 256;
+
+/// A partial file is completed only if the host has as many times the space that it needs.
+const SPARE: u64 = 10;
+
 /// Upper bound of the nodes in the queue. The next periodic run finds further complete partial
 /// files.
 const MAX_QUEUED: usize = 1024;
@@ -182,6 +188,31 @@ impl UnionFs {
         }
     }
 
+    /// Copies some blocks into a partial file that programs read and write often, so that the
+    /// kernel can use it itself ([`super::backings`]) after the next flush. Returns whether there
+    /// was such a file.
+    pub(super) fn complete_some(&self) -> bool {
+        if !self.passes_whole_files() {
+            return false;
+        }
+        for (partial, node) in self.open_partials.all() {
+            let is_removed = |node: Arc<Node>| node.is_removed.load(Ordering::Acquire);
+            let Some(blocks) = partial.worth_completing() else {
+                continue;
+            };
+            let room = self.statistics().map_or(0, |figures| figures.available);
+            if node.upgrade().is_none_or(is_removed) || room / SPARE < blocks {
+                continue;
+            }
+            // A read of the file meets an error again.
+            if partial.complete_some(BLOCKS_AT_ONCE).is_err() {
+                partial.is_not_worth_completing();
+            }
+            return true;
+        }
+        false
+    }
+
     /// Promotes the partial file of a node to a plain file, if it needs no bytes of the image any
     /// more.
     pub(super) fn promote_if_complete(&self, node: &Arc<Node>) {
@@ -258,9 +289,10 @@ impl UnionFs {
 /// The main function of the background thread.
 fn run(background: &Background, union: &Weak<UnionFs>) {
     let mut next = Instant::now() + PERIOD;
+    let mut wake = next;
     // The thread holds no strong reference to the union while it waits. The drop of the union stops
     // the thread.
-    while let Some((nodes, sync_batch)) = background.wait(next) {
+    while let Some((nodes, sync_batch)) = background.wait(wake) {
         let Some(union) = union.upgrade() else {
             return;
         };
@@ -276,5 +308,9 @@ fn run(background: &Background, union: &Weak<UnionFs>) {
             union.run_periodic();
             next = Instant::now() + PERIOD;
         }
+        // The processor and the disk are free for others for at least half of the time.
+        let begun = Instant::now();
+        let is_again = union.complete_some();
+        wake = if is_again { next.min(Instant::now() + begun.elapsed()) } else { next };
     }
 }

@@ -13,7 +13,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use bcow_erofs::reader::FileType;
@@ -51,6 +51,8 @@ pub(super) struct Backings {
     left_over: Mutex<Vec<u32>>,
     /// Why the kernel takes no file of the upper, once it has refused one.
     refused: OnceLock<String>,
+    /// Whether the kernel uses files of the upper at all.
+    is_used: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -219,6 +221,17 @@ impl UnionFs {
             return Some("the upper has a limit");
         }
         self.backings.refused.get().map(String::as_str)
+    }
+
+    /// The kernel will use files of the upper itself that have all their content, so the background
+    /// thread completes partial files that are used often.
+    pub fn pass_whole_files(&self) {
+        self.backings.is_used.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the kernel uses such files.
+    pub(super) fn passes_whole_files(&self) -> bool {
+        self.backings.is_used.load(Ordering::Relaxed) && self.why_not_passed().is_none()
     }
 
     /// The file of the upper that has all content of a node; `None` if there is no such file, or if

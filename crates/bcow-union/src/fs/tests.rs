@@ -306,6 +306,40 @@ fn partial_that_grew_has_its_size_also_when_its_node_was_forgotten() {
 }
 
 #[test]
+fn partial_that_is_used_often_becomes_whole_if_the_kernel_uses_whole_files() {
+    let Some(mut fixture) = partial() else { return };
+    let big = fixture.get("big").node;
+    let open = |fixture: &Fixture| fixture.fs().open_file(big, |_| Ok(5)).unwrap();
+    let use_often = |fixture: &Fixture| {
+        for _ in 0..=BIG as u64 / BLOCK {
+            fixture.write(big, 100, b"often");
+        }
+        fixture.fs().sync(big, SyncScope::All).unwrap();
+    };
+    let mut expected = noise(1, BIG);
+    expected[100..105].copy_from_slice(b"often");
+    use_often(&fixture);
+    assert!(!fixture.fs().complete_some());
+    fixture.fs().pass_whole_files();
+    assert_eq!(open(&fixture), None);
+    fixture.lower.broken.store(true, Ordering::Release);
+    assert!(fixture.fs().complete_some());
+    // It is not tried again and again.
+    assert!(!fixture.fs().complete_some());
+    fixture.lower.broken.store(false, Ordering::Release);
+    use_often(&fixture);
+    while fixture.fs().complete_some() {}
+    fixture.fs().run_periodic();
+    assert_eq!(fixture.fs().partials.statistics().promoted, 1);
+    fixture.fs().sync(big, SyncScope::All).unwrap();
+    fixture.fs().closed(big);
+    assert_eq!(open(&fixture), Some(5));
+    assert!(fixture.content("big") == expected);
+    fixture.reopen();
+    assert!(fixture.content("big") == expected);
+}
+
+#[test]
 fn partial_that_was_emptied_is_closed() {
     let Some(fixture) = partial() else { return };
     let big = fixture.get("big").node;

@@ -7,6 +7,7 @@
 //! flush also completes the next blocks (1 MiB by default) from the lower file and records them.
 //! The following flushes then cost the same as on a plain file.
 
+use bcow::sync::atomic::Ordering;
 use std::ops::Range;
 
 use super::locks::{lock, read};
@@ -63,6 +64,48 @@ impl Partial {
         // A read or write of the block meets the same error again. The content does not change, so
         // the file keeps its time.
         let _ = self.fetch(frame, new.end..end);
+    }
+
+    /// The number of untouched blocks that the file needs of the lower file, if it has been read and
+    /// written by at least as many requests: each would have been cheaper in a whole file, by about
+    /// as much as it costs to copy a block.
+    pub fn worth_completing(&self) -> Option<u64> {
+        let frame = read(&self.gate);
+        let known = read(&self.presence).present.len() + self.incomplete.load(Ordering::Relaxed);
+        let lacking = frame.covered().saturating_sub(known);
+        let is_worth = frame.marked
+            && lacking > 0
+            && lacking <= self.requests.load(Ordering::Relaxed)
+            && self.fence.check().is_ok();
+        is_worth.then_some(lacking)
+    }
+
+    /// Copies up to `most` untouched blocks from the lower file.
+    pub fn complete_some(&self, most: u64) -> Result<(), PartialError> {
+        let (mut at, mut left) = (0, most);
+        while left > 0 {
+            // The lower file can take long, so a truncation waits for some of the blocks only.
+            let frame = read(&self.gate);
+            let covered = frame.covered();
+            if !frame.marked || at >= covered {
+                break;
+            }
+            let (is_present, end) = read(&self.presence).present.run(at, covered);
+            if is_present {
+                at = end;
+                continue;
+            }
+            let end = end.min(at + left.min(UNIT_BLOCKS));
+            self.fetch(&frame, at..end)?;
+            left -= end - at;
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// As after an open: the file is completed only after further requests.
+    pub fn is_not_worth_completing(&self) {
+        self.requests.store(0, Ordering::Relaxed);
     }
 
     /// Copies unwritten blocks from the lower file and marks them as present.

@@ -153,6 +153,8 @@ pub struct Partial {
     /// The positions of recent flushes. A leaf.
     ahead: Mutex<ahead::Ahead>,
     times: Times,
+    /// The number of reads and writes by requests, since the file was opened.
+    requests: AtomicU64,
     /// Whether the partial file is in the fillers' queue.
     queued: AtomicBool,
     /// Whether the drop releases the partial file's space.
@@ -286,6 +288,7 @@ impl Partial {
             fence: Fence::default(),
             ahead: Mutex::default(),
             times: Times::default(),
+            requests: AtomicU64::new(0),
             queued: AtomicBool::new(false),
             discarded: AtomicBool::new(false),
         })

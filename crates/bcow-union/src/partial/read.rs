@@ -1,5 +1,7 @@
 //! Reads and seeks in a partial file.
 
+use bcow::sync::atomic::Ordering;
+
 use super::locks::read;
 use super::shared::Completer;
 use super::{Frame, Partial, PartialError, RunSource};
@@ -11,6 +13,7 @@ impl Partial {
     /// Reads from `offset` and returns the number of bytes read. It is less than the buffer's
     /// length only at the end of the file.
     pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, PartialError> {
+        self.requests.fetch_add(1, Ordering::Relaxed);
         let frame = read(&self.gate);
         let size = self.size();
         let end = offset.saturating_add(buf.len() as u64).min(size);

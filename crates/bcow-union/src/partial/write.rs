@@ -26,6 +26,7 @@ impl Partial {
             return Ok(0);
         }
         let end = end_of(offset, data.len() as u64)?;
+        self.requests.fetch_add(1, Ordering::Relaxed);
         let frame = read(&self.gate);
         self.fence.check()?;
         let _changing = self.times.changing(self.content());
