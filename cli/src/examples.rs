@@ -11,7 +11,7 @@ const FIRST: [&str; 4] = [
 ];
 
 /// Examples of the commands, which each line names.
-const EXAMPLES: [&str; 55] = [
+const EXAMPLES: [&str; 58] = [
     "bcow convert docker://debian:12 debian.bcow",
     "bcow convert dir:rootfs root.bcow",
     "bcow convert qcow2:vm.qcow2 base.bcow",
@@ -46,6 +46,9 @@ const EXAMPLES: [&str; 55] = [
     "bcow mount debian.bcow mnt",
     "bcow mount debian.bcow mnt --upper changes -o allow_other,suid,dev",
     "bcow umount mnt",
+    "bcow run debian.bcow",
+    "bcow run debian.bcow --upper changes apt-get update",
+    "bcow run debian.bcow --fork changes@before make test",
     "bcow cache list",
     "bcow cache prune --older-than 30d",
     "bcow cache verify",

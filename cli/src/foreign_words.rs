@@ -51,7 +51,7 @@ const OTHER: [&str; 71] = [
     "delete|remove|rm|rmi: images are files: rm(1); `skopeo delete docker://HOST/REPO:TAG`",
     "df|du: `bcow inspect IMG` shows the size of an image, `bcow cache list` that of the cache",
     "disconnect: `bcow detach /dev/nbd0`",
-    "enter|exec|run|shell|start: `bcow mount IMG DIR --upper UPPER`, and chroot(8), runc or others",
+    "enter|exec|start: `bcow run IMG [CMD]` runs a program in the root file system of an image",
     "find|tree: `bcow ls -R IMG` lists the whole tree",
     "format|mkfs: `bcow attach DISK /dev/nbd0`, and mkfs(8) on it",
     "gc|prune|system: `bcow cache prune --all` empties the cache of remote images",
@@ -68,7 +68,7 @@ const OTHER: [&str; 71] = [
     "repack: `bcow commit IMG --upper UPPER oci:DIR:REF` writes the changes as a layer",
     "save: `bcow export IMG --to oci-archive:FILE` writes an ordinary image in an archive",
     "tag: `bcow copy IMG docker://HOST/REPO:TAG` writes an image under another name",
-    "logs|top: `bcow stats DIR` shows the activity and the last errors of a mount",
+    "logs: `bcow stats DIR` shows the activity and the last errors of a mount",
     "unpack|unsquashfs|untar: `bcow extract IMG DIR` extracts an image",
     "test|validate|verify: `bcow fsck --data IMG` reads and verifies every block",
     "--creds|--src-creds|--dest-creds|--src-authfile|--dest-authfile: `skopeo login`; --auth-file",
@@ -163,6 +163,10 @@ pub fn translate(mut arguments: Vec<OsString>) -> Vec<OsString> {
         }
         ("ls", words) if words.iter().any(asks_for_units) => {
             arguments.insert(behind, "--human-readable".into());
+        }
+        ("shell", _) => {
+            arguments[at] = "run".into();
+            arguments.insert(behind, "--shell".into());
         }
         // The verb says that the image is in a registry, so its name needs no transport.
         ("pull", [image, _, ..]) if !image.as_encoded_bytes().starts_with(b"-") => {
@@ -295,6 +299,8 @@ mod tests {
                 "mount --lowerdir -o lowerdir=a,upperdir=b x y",
             ),
             ("ls -h", "ls -h"),
+            ("shell x", "run --shell x"),
+            ("run x ls -t", "run x ls -t"),
         ] {
             assert_eq!(translate(command_line(theirs)), command_line(ours));
         }

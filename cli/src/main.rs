@@ -101,6 +101,7 @@ enum Command {
     Mount(commands::mount::Args),
     #[command(alias = "unmount")]
     Umount(commands::umount::Args),
+    Run(commands::run::Args),
     Cache(commands::cache::Args),
     Stats(commands::stats::Args),
     Pool(commands::pool::Args),
@@ -225,6 +226,10 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Diff(args) => return commands::diff::run(args, ui),
         // The background process of a mount, and that of a pool, have a status.
         Command::Mount(args) => return commands::mount::run(args, ui),
+        Command::Fork(args) => return commands::fork::run(args, ui),
+        Command::Rollback(args) => return commands::rollback::run(args, ui),
+        // The status is that of a program.
+        Command::Run(args) => return commands::run::run(args),
         Command::Pool(args) => return commands::pool::run(args, ui),
         Command::Convert(args) => commands::convert::run(args, ui),
         Command::Copy(args) => commands::copy::run(args, ui),
@@ -235,8 +240,6 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Compact(args) => commands::compact::run(args, ui),
         Command::Seal(args) => commands::seal::run(args, ui),
         Command::Snapshot(args) => commands::snapshot::run(args, ui),
-        Command::Fork(args) => commands::fork::run(args, ui),
-        Command::Rollback(args) => commands::rollback::run(args, ui),
         Command::Inspect(args) => commands::inspect::run(args, ui),
         Command::Map(args) => commands::map::run(args, ui),
         Command::Ls(args) => commands::ls::run(args, ui),

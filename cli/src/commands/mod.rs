@@ -26,6 +26,7 @@ pub mod ps;
 pub mod rebase;
 pub mod resize;
 pub mod rollback;
+pub mod run;
 pub mod seal;
 pub mod serve;
 pub mod snapshot;
