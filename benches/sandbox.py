@@ -1,11 +1,11 @@
-#!/usr/bin/env python3
+#!/usr/bin/python3
 """Measures what the sandbox costs: each action with `--sandbox auto` and with `off`, in turns.
 
     benches/sandbox.py [--bcow target/release/bcow] [--work DIR] [--rounds 101]
 
 Short actions: list a small image, convert a small archive, serve until a client has its first byte,
-mount until a program has its first byte, and unmount. Long ones: read 64 MiB from a served image and
-from a mount, in pieces of 4 KiB at random places. The ratio is the median of the ratios of the
+mount until a program has its first byte, and unmount. Long ones: read 64 MiB from a served image
+and from a mount, in pieces of 4 KiB at random places. The ratio is the median of the ratios of the
 pairs; its error is a quarter of the distance between the quartiles. Needs root.
 """
 

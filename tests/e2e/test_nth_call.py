@@ -2,7 +2,8 @@
 command then succeeds with the right result, or fails with a message, and loses nothing.
 
 The calls that the dynamic linker makes before the program begins are not failed. Each run fails a
-sample of the calls; BCOW_CALLS=all fails all of them, and prints the table of docs/reliability.md."""
+sample of the calls; BCOW_CALLS=all fails all of them, and prints the figures of
+docs/reliability.md."""
 
 import collections
 import glob

@@ -28,8 +28,8 @@ use crate::stats::MountStats;
 use crate::takeover::{self, Handover, duplicate};
 use crate::unmount_process::UnmountProcess;
 
-pub use crate::mount::Unmounted;
 pub use crate::process::{abort_on_panic, show_closing};
+pub use crate::unmount::Unmounted;
 pub use bcow_mount::CLOSING;
 
 /// The content of a mount.

@@ -6,8 +6,8 @@ use bcow_union::log::{self, Severity};
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::error::MountError;
-use crate::mount::Unmounted;
 use crate::process::abort_on_panic;
+use crate::unmount::Unmounted;
 
 /// Whether the process belongs to a terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,7 +17,8 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType};
 
 use crate::error::MountError;
-use crate::mount::{Mount, Unmounted};
+use crate::mount::Mount;
+use crate::unmount::Unmounted;
 
 /// A mount that another process can serve.
 #[derive(Debug)]

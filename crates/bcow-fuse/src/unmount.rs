@@ -1,4 +1,4 @@
-//! Unmounting by path, as `bcow umount` does.
+//! Unmounting by path, as `bcow umount` does, and by device number.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -177,6 +177,66 @@ fn resolve(target: &Path) -> PathBuf {
         }
     }
     lexical.canonicalize().ok().or(by_parent).unwrap_or(lexical)
+}
+
+/// The result of an unmount, ordered from best to worst.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Unmounted {
+    /// The mount is gone.
+    Gone,
+    /// The mount was in use and is detached. No program can enter it, and the kernel ends it when
+    /// its last user is gone.
+    Detached,
+    /// The mount stays: another mount covers it, it is in another mount namespace, or the kernel
+    /// refused.
+    Stays,
+}
+
+impl Unmounted {
+    /// The warning of a mount at `target` that the signal `name` did not end.
+    pub fn warning(self, name: &str, target: &Path) -> Option<String> {
+        let target = target.display();
+        match self {
+            Unmounted::Gone => None,
+            Unmounted::Detached => Some(format!(
+                "{name}: {target} is in use; detached, ends with its last user"
+            )),
+            Unmounted::Stays => Some(format!(
+                "{name}: {target} cannot be unmounted; another signal ends its service"
+            )),
+        }
+    }
+}
+
+/// Unmounts the file system with this device number at all its paths. If it is in use, unmounts
+/// lazily.
+pub(crate) fn unmount_places(device: Option<&str>) -> Unmounted {
+    let places = match device {
+        Some(device) => mountinfo::places_of(device).unwrap_or_default(),
+        None => Vec::new(),
+    };
+    places
+        .iter()
+        .map(|place| unmount_place(place))
+        .max()
+        .unwrap_or(Unmounted::Stays)
+}
+
+/// Unmounts at one path. If the mount is in use there, unmounts lazily.
+fn unmount_place(place: &Path) -> Unmounted {
+    if rustix::mount::unmount(place, UnmountFlags::NOFOLLOW).is_ok() {
+        return Unmounted::Gone;
+    }
+    if rustix::mount::unmount(place, UnmountFlags::NOFOLLOW | UnmountFlags::DETACH).is_ok() {
+        return Unmounted::Detached;
+    }
+    if run_unmount_helper(place, &[]).is_ok() {
+        return Unmounted::Gone;
+    }
+    match run_unmount_helper(place, &["-z"]) {
+        Ok(()) => Unmounted::Detached,
+        Err(_) => Unmounted::Stays,
+    }
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! A process that unmounts for the process of a mount that is in a sandbox: Landlock refuses that to
-//! a process, and fusermount3 needs new privileges.
+//! A process that unmounts for the process of a mount that is in a sandbox: Landlock refuses that
+//! to a process, and fusermount3 needs new privileges.
 //!
 //! It has the rights of the user, and reads only the device number of the mount and single bytes.
 
@@ -9,8 +9,8 @@ use std::os::unix::net::UnixStream;
 
 use rustix::fs::{Mode, OFlags};
 
-use crate::mount::{Unmounted, unmount_places};
 use crate::mountinfo::{self, FS_TYPE};
+use crate::unmount::{Unmounted, unmount_places};
 
 /// The process. It ends with this one.
 #[derive(Debug)]

@@ -191,8 +191,8 @@ pub fn refuse_dangerous() -> Result<(), Error> {
     seccompiler::apply_filter(&program(rules)?)
 }
 
-/// Refuses [`SOCKETS`], messages to other addresses, and [`ATTRIBUTES`] if the process needs none, to
-/// all threads of the process.
+/// Refuses [`SOCKETS`], messages to other addresses, and [`ATTRIBUTES`] if the process needs none,
+/// to all threads of the process.
 pub fn refuse_sockets(attributes: Attributes) -> Result<(), Error> {
     const ADDRESS: u8 = 4;
     let mut rules = always(SOCKETS);

@@ -1,5 +1,17 @@
 //! Takes the rights from a process that it does not need, before it decodes what strangers wrote.
 //!
+//! ```no_run
+//! use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, SandboxError, When};
+//!
+//! fn enter() -> Result<Vec<String>, SandboxError> {
+//!     let mut sandbox = Sandbox::begin(When::Require)?;
+//!     let readable = ("/srv/images".into(), Access::Read);
+//!     sandbox.confine(&[readable], CapabilitySet::empty())?;
+//!     sandbox.finish(Attributes::Refused)?;
+//!     Ok(sandbox.in_force())
+//! }
+//! ```
+//!
 //! A process enters the sandbox in steps, since it needs some rights to open its files and sockets:
 //!
 //! 1. [`Sandbox::begin`]: no new privileges, no core dumps, and no system call of [`calls`] any

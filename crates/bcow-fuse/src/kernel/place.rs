@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use bcow_mount::{HiddenName, backing_of, run_apart};
 
 use crate::disk::DiskFiles;
-use crate::mount::{Unmounted, unmount_places};
+use crate::unmount::{Unmounted, unmount_places};
 
 /// A mount of the kernel on a loop device of bcow.
 #[derive(Debug, Clone, PartialEq, Eq)]
