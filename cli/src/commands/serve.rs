@@ -240,9 +240,10 @@ fn serve(
         uris.collect()
     });
     // A snapshot of a disk gets the owner and the mode of the disk.
-    let attributes = match served.directories().is_empty() {
-        true => Attributes::Refused,
-        false => Attributes::OfOpenFiles,
+    let attributes = if served.directories().is_empty() {
+        Attributes::Refused
+    } else {
+        Attributes::OfOpenFiles
     };
     sandbox.finish(attributes).context(sandbox::cannot)?;
     for service in &mut services {
