@@ -37,6 +37,10 @@ MAX_RUNNING = 2
 PATIENCE = 1200
 UNKNOWN = "it is not known whether all written data is in"
 IN_USE = "cannot use the upper"
+# Messages of an unmount after which the upper can be in use for longer: the process was replaced,
+# or has not noticed the unmount within seconds, or a mount namespace that another program of this
+# machine has made still has the mount. The next mount waits for its end.
+STILL_IN_USE = ("another process of the pool has ended the mount", " continues: ")
 RESTARTS = "it is restarting"
 PUNCH_HOLE = 3
 PR_SET_PDEATHSIG = 1
@@ -316,6 +320,8 @@ class Model(names_model.Model):
             return
         kept, path = self.random.choice(self.kept), self.new_path()
         size = max(map(len, kept.contents()))
+        # The kernel copies up to the size that it knows.
+        os.fstat(kept.descriptor)
         target = os.open(self.at(path), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
         try:
             done = 0
@@ -462,7 +468,7 @@ class Model(names_model.Model):
             before = self.pool()
             done = subprocess.run([BCOW, name, *arguments], capture_output=True, text=True)
             if done.returncode == 0:
-                return True
+                return not any(text in done.stderr for text in STILL_IN_USE)
             print(f"{name}: {done.stderr.strip()}", flush=True)
             if name == "mount" and was_killed and "already mounted" in done.stderr:
                 return False

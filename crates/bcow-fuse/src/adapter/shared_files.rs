@@ -8,6 +8,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use bcow_erofs::reader::FileType;
 use bcow_union::{Image, NodeId};
@@ -46,16 +47,18 @@ impl SharedTree {
     }
 }
 
+/// A failure that takes longer is that of a server which does not answer.
+const BRIEF: Duration = Duration::from_secs(1);
+
 /// The result of the first image that has one. The images are equal, but each has an error log of
-/// its own, which is that of a mount.
-fn any_of<T>(
-    images: &[Arc<Image>],
-    mut read: impl FnMut(&Image) -> Result<T, Errno>,
-) -> Result<T, Errno> {
+/// its own, which is that of a mount. A server that does not answer is that of all of them, and a
+/// read waits for it only once.
+fn any_of<I, T>(images: &[I], mut read: impl FnMut(&I) -> Result<T, Errno>) -> Result<T, Errno> {
+    let begun = Instant::now();
     let mut result = Err(Errno::IO);
     for image in images {
         result = read(image);
-        if result.is_ok() {
+        if result.is_ok() || begun.elapsed() > BRIEF {
             break;
         }
     }
@@ -148,5 +151,24 @@ impl fuser::Filesystem for SharedTree {
                 })
             });
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_one_image_waits_for_a_server_that_does_not_answer() {
+        for (pause, reads) in [(Duration::ZERO, 3), (BRIEF * 2, 1)] {
+            let mut asked = Vec::new();
+            let result = any_of(&[1, 2, 3, 4], |&image| {
+                asked.push(image);
+                std::thread::sleep(pause);
+                if image == 3 { Ok(()) } else { Err(Errno::IO) }
+            });
+            assert_eq!(asked.len(), reads);
+            assert_eq!(result.is_ok(), pause.is_zero());
+        }
     }
 }

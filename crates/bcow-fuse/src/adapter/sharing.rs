@@ -91,17 +91,18 @@ impl Sharing {
             fs.end_awaited_open(node);
             return self.open_union(fs, ino, flags);
         }
-        let nid = match fs.image_content(node)? {
+        match fs.image_content(node)? {
             ImageContent::Never => return self.open_union(fs, ino, flags),
-            ImageContent::Changed => return Ok(Opening::Again),
-            ImageContent::Unchanged(nid) => nid,
-        };
-        if flags.0 & libc::O_ACCMODE == libc::O_RDONLY {
-            match self.image_backing(fs, node, nid) {
-                Ok(number) => return Ok(Opening::Unchanged(number)),
-                // So the number was never opened. The alias needs no backing.
-                Err(error) => tracing::warn!("cannot share inode {}: {error}", nid.0),
+            ImageContent::Unchanged(nid) if flags.0 & libc::O_ACCMODE == libc::O_RDONLY => {
+                match self.image_backing(fs, node, nid) {
+                    Ok(number) => return Ok(Opening::Unchanged(number)),
+                    // So the number was never opened. The alias needs no backing.
+                    Err(error) => tracing::warn!("cannot share inode {}: {error}", nid.0),
+                }
             }
+            // Also after a change: if the kernel forgets the node before it looks the path up
+            // again, a file that was opened for writing and not written counts as unchanged.
+            ImageContent::Unchanged(_) | ImageContent::Changed => {}
         }
         fs.open_for_writing(node)?;
         self.drop_attributes(node.0);

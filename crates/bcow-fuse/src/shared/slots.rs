@@ -24,8 +24,8 @@ pub struct ImageKey {
     pub identity: [u8; 32],
     /// What each read verifies.
     pub verify: Verify,
-    /// Whether reads can wait for a server.
-    pub is_remote: bool,
+    /// For an image for which reads can wait for a server: a number for the server's name of it.
+    pub remote: Option<u64>,
 }
 
 /// A file of an image, or of a layer, in a slot.
@@ -232,7 +232,7 @@ impl SlotTable {
         let open = self.slots.entry(slot).or_insert_with(|| OpenSlot {
             key,
             images: Images::default(),
-            workers: key.is_remote.then(Arc::default),
+            workers: key.remote.map(|_| Arc::default()),
         });
         open.images = open.images.iter().chain([image]).cloned().collect();
         open.clone()

@@ -1,5 +1,6 @@
 //! Whether a mount shares files with the other mounts of its pool.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use bcow::Verify;
@@ -9,6 +10,7 @@ use bcow_fuse::session::Content;
 use bcow_fuse::shared::{ImageKey, Layers};
 use bcow_fuse::stats::FileSharing;
 use bcow_fuse::{MountOptions, MountStats, Session};
+use bcow_images::Name;
 use bcow_images::error::CommandError;
 use bcow_images::image::OpenImage;
 use bcow_union::fs::UnionFs;
@@ -48,17 +50,18 @@ pub(super) fn content(
     union: Arc<UnionFs>,
     slots: TakenSlots<'_>,
 ) -> Result<(Content, Option<String>), CommandError> {
-    let mut names = args.layers()?.into_iter();
-    let is_remote = args.image.is_remote() || names.any(|layer| layer.is_remote());
+    let above = args.layers()?;
+    let mut names = std::iter::once(&args.image).chain(&above);
+    let remote = names.any(Name::is_remote).then(|| number_of(args, &above));
     let key = ImageKey {
         identity: image.identity(),
         verify: verify(args).unwrap_or_default(),
-        is_remote,
+        remote,
     };
     let layers = Layers {
         stack: Arc::clone(image.image()),
         // Their metadata would have to be fetched.
-        files: if is_remote { Vec::new() } else { image.merged_layers() },
+        files: if remote.is_some() { Vec::new() } else { image.merged_layers() },
     };
     let pool = host.pool.as_ref();
     let files = pool.and_then(|pool| pool.files.as_ref());
@@ -100,6 +103,16 @@ fn reason_against(
         () => return None,
     };
     Some(reason.to_owned())
+}
+
+/// Images with the same content on different servers share no files: a server that does not answer
+/// must not delay the mounts of the others.
+fn number_of(args: &MountArgs, above: &[Name]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for name in std::iter::once(&args.image).chain(above) {
+        name.shown().hash(&mut hasher);
+    }
+    hasher.finish()
 }
 
 /// What each read verifies; `None` if that is not the same for the image and the layers on top.
