@@ -6,7 +6,7 @@ on loop devices, copies are reflinks.
     benches/snapshots.py --work DIR [--bcow target/release/bcow] [--changed 10,1024] [--rounds 3]
                          [--subjects fuse,kernel,overlayfs] [--hosts ext4,xfs,btrfs]
 
-Each sample begins with a new mount in which so many MiB are changed, in files of 1 MiB. "Pause" is
+Each sample begins with a new mount, and changes --changed MiB in it, in files of 1 MiB. "Pause" is
 the longest time from one fsync of the program to the next. With overlayfs it is that of the copy,
 for which the program would have to be stopped. "Fork" and "rollback" end with the first list of the
 root directory. "Stored" is what the snapshot and the fork together take of the file system. Tables

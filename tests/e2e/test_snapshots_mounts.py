@@ -371,8 +371,8 @@ class Live(Snapshots):
                 if asked == 0:
                     self.assertEqual(list(taken), ["one"])
                 self.assert_shows(upper, expected)
-                # If the process ended before it had the request, the command took the snapshot of an
-                # upper that needs a replay.
+                # It needs a replay if the process ended before it had the request: the command
+                # took it of the upper that was left.
                 if taken:
                     self.assert_fork_shows("one", expected, upper)
                 bcow("fsck", "--data", upper)

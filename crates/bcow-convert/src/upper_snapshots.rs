@@ -26,8 +26,8 @@ use bcow_images::error::{CommandError, Context};
 use bcow_images::new_file::NewFile;
 use bcow_images::requests::{ask, cannot_snapshot};
 use bcow_images::running::LOCK_IN_UPPER;
-use bcow_images::snapshots::{Snapshot, find_snapshot, snapshots, tree_snapshot};
-use bcow_images::upper::cannot_use;
+use bcow_images::snapshots::{Snapshot, find_snapshot, snapshots};
+use bcow_images::upper::{cannot_use, tree_snapshot};
 use bcow_union::{
     DiskInstance, Driver, META, SyncPolicy, UpperError, UpperSnapshot, disk_path, snapshot_path,
 };

@@ -10,9 +10,9 @@ use crate::image::Messages;
 use crate::name::Name;
 use crate::requests::ask_for_copy;
 use crate::running::{self, LOCK_IN_UPPER};
-use crate::snapshots::{find_snapshot, tree_snapshot};
+use crate::snapshots::find_snapshot;
 use crate::target::Target;
-use crate::upper::when_free;
+use crate::upper::{tree_snapshot, when_free};
 
 /// The names of snapshots that a command takes of what is in use, and removes at its end, begin with
 /// this. The number of the process follows.

@@ -7,14 +7,12 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use bcow::format::BackingName;
-use bcow::operation::{is_snapshot_name, snapshot_name, snapshot_path};
+use bcow::operation::{snapshot_name, snapshot_path};
 use bcow::{backing_of, header_of, snapshot_time};
-use bcow_union::UpperError;
 
 use crate::error::{CommandError, Context};
 use crate::name::Name;
 use crate::stores::refuse_what_is_no_file;
-use crate::upper::cannot_use;
 
 /// A snapshot of a disk.
 #[derive(Debug, Clone)]
@@ -92,16 +90,6 @@ pub fn find_snapshot(
         CommandError::new(format!("{disk} has no snapshot {snapshot:?}"))
             .hint(format!("`bcow snapshot list {disk}` lists its snapshots"))
     })
-}
-
-/// The path of the snapshot `name` of an upper of the FUSE driver.
-pub fn tree_snapshot(upper: &Path, name: &str) -> Result<PathBuf, CommandError> {
-    let path = bcow_union::snapshot_path(upper, name);
-    if is_snapshot_name(name) && path.is_dir() {
-        Ok(path)
-    } else {
-        Err(cannot_use(&UpperError::NoSnapshot(path)))
-    }
 }
 
 /// Whether the file at `path` is a snapshot of a disk.

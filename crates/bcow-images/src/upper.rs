@@ -1,10 +1,11 @@
 //! Uppers of writable mounts, for all commands: the note in the lock of an upper, the wait for the
 //! end of another mount, the opening for reading, and the error for an upper that cannot be used.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bcow::lock::LockError;
+use bcow::operation::is_snapshot_name;
 use bcow_union::{Driver, UpperError, UpperReader};
 
 use crate::error::{CommandError, Context};
@@ -137,6 +138,16 @@ pub fn require_image(
         belongs: Box::new((identity.unwrap_or_default(), name.to_owned())),
         image: Box::new((image.identity(), image.path().display().to_string())),
     }))
+}
+
+/// The path of the snapshot `name` of an upper of the FUSE driver.
+pub fn tree_snapshot(upper: &Path, name: &str) -> Result<PathBuf, CommandError> {
+    let path = bcow_union::snapshot_path(upper, name);
+    if is_snapshot_name(name) && path.is_dir() {
+        Ok(path)
+    } else {
+        Err(cannot_use(&UpperError::NoSnapshot(path)))
+    }
 }
 
 /// The error for an upper that cannot be used. Names the processes that have it in use.

@@ -16,13 +16,14 @@ use super::directory::{
 };
 use super::overlap::refuse_overlap;
 use super::packed::refuse_packed;
+use super::part::sweep;
 use super::probe::{Refused, probe};
 use super::record::{self, PartialForm};
 use super::work::{self, Temporary, TemporaryNames};
 use super::xattr::each_name;
 use super::{
     Attribute, DEFAULT_ACL, ImageName, InstanceRecord, META, Names, Namespace, Ownership, SCHEMA,
-    UpperError, snapshots, volatile,
+    UpperError, volatile,
 };
 use crate::options::SyncPolicy;
 
@@ -399,7 +400,7 @@ impl Directories {
             record.refuse_snapshot(path)?;
         }
         let lock = lock(meta.as_fd(), path, note)?;
-        snapshots::sweep(path, meta.as_fd())?;
+        sweep(path, meta.as_fd())?;
         let below = |name: &str| {
             let dir = open_or_create(meta.as_fd(), path, name)?;
             same_device(root.as_fd(), dir.as_fd(), path, name)?;

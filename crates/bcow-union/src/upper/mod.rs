@@ -26,6 +26,7 @@ mod names;
 mod overlap;
 mod owner;
 mod packed;
+mod part;
 mod probe;
 mod reader;
 mod record;
@@ -47,7 +48,8 @@ pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, host_mode};
 pub use reader::UpperReader;
 pub use record::{DiskRecord, FileSystem, ImageName, InstanceRecord, SCHEMA};
-pub(crate) use snapshots::{NewSnapshot, SNAPSHOTS};
+pub(crate) use part::SNAPSHOTS;
+pub(crate) use snapshots::NewSnapshot;
 pub use snapshots::{
     UpperSnapshot, fork_upper, list_snapshots, recover_snapshots, remove_snapshot, roll_back_upper,
     snapshot_directory, snapshot_path, take_snapshot,

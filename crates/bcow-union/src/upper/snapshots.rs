@@ -8,7 +8,6 @@
 //! the directory that a killed process left.
 
 use std::collections::HashSet;
-use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -20,21 +19,17 @@ use rustix::io::Errno;
 
 use super::beneath::open_directory_beneath;
 use super::copy::copy_content;
-use super::directory::{open_inside, open_root, remove_acls};
+use super::directory::{open_inside, open_root};
 use super::lock::open_lock;
+use super::part::{MADE, Part, SNAPSHOTS};
 use super::record;
 use super::work::{self, Temporary};
 use super::{Instance, InstanceRecord, META, UpperError, UpperReader};
 use crate::host::{errno_of, stored_bytes};
 use crate::options::SyncPolicy;
 
-/// The directory of the snapshots in [`META`].
-pub(crate) const SNAPSHOTS: &str = "snapshots";
 /// The directory in [`SNAPSHOTS`] from which snapshots are removed. No snapshot has this name.
 const REMOVED: &str = ".removed";
-/// What is made, in the directory of a [`Part`].
-const MADE: &str = "upper";
-
 /// A snapshot of an upper.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UpperSnapshot {
@@ -169,7 +164,7 @@ pub fn fork_upper(from: &Path, new: &Path) -> Result<(), UpperError> {
     {
         return Err(UpperError::Exists(new.to_owned()));
     }
-    let part = Part::make(new, &source)?;
+    let part = make_part(new, &source)?;
     let (parent, name) = (&part.parent, Path::new(&part.name));
     let placed = rustix::fs::renameat(&part.directory, MADE, parent, name);
     placed
@@ -194,7 +189,7 @@ pub fn roll_back_upper(upper: &Path, name: &str, note: &str) -> Result<(), Upper
         UpperError::Missing(path) => UpperError::NoSnapshot(path),
         error => error,
     })?;
-    let part = Part::make(&path, &source)?;
+    let part = make_part(&path, &source)?;
     let made = work::open_directory(part.directory.as_fd(), MADE.as_bytes()).map_err(failed)?;
     let meta = work::open_directory(made.as_fd(), META.as_bytes()).map_err(failed)?;
     let _lock = lock_new(meta.as_fd(), &path, note)?;
@@ -223,19 +218,6 @@ pub fn recover_snapshots(upper: &Path, note: &str) {
         // Each writer does it, so a process that uses the upper has done it.
         let _ = Instance::open_existing(&path, note);
     }
-}
-
-/// Removes what a killed process left beside the upper at `path`, whose lock the caller holds.
-/// Snapshots in it return to `meta`, the directory [`META`] of the upper.
-pub(super) fn sweep(path: &Path, meta: BorrowedFd<'_>) -> Result<(), UpperError> {
-    // A directory without a parent has nothing beside it.
-    if let Ok((parent, name)) = Part::place(path)
-        && let Some(part) = Part::left_over(parent, name)
-    {
-        let returned = part.return_snapshots(meta);
-        returned.map_err(|errno| UpperError::io(path, "move its snapshots back", errno))?;
-    }
-    Ok(())
 }
 
 /// Opens the directory of the snapshots; `None` if there are none.
@@ -328,106 +310,16 @@ impl<'i> NewSnapshot<'i> {
     }
 }
 
-/// The directory in which something is made that gets the name `name` in `parent`. The drop removes
-/// it, with all in it.
-struct Part {
-    parent: OwnedFd,
-    name: OsString,
-    directory: OwnedFd,
-}
-
-impl Part {
-    /// The directory and the name of `path`.
-    fn place(path: &Path) -> Result<(OwnedFd, OsString), Errno> {
-        let path = match path.canonicalize() {
-            Ok(path) => path,
-            Err(_) => std::path::absolute(path).map_err(|error| errno_of(&error))?,
-        };
-        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
-            return Err(Errno::BUSY);
-        };
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        Ok((
-            rustix::fs::open(parent, flags, Mode::empty())?,
-            name.to_owned(),
-        ))
-    }
-
-    fn file_name(name: &OsStr) -> OsString {
-        let mut file = OsString::from(".");
-        file.push(name);
-        file.push(".bcow-part");
-        file
-    }
-
-    /// What a killed process of this user left.
-    fn left_over(parent: OwnedFd, name: OsString) -> Option<Part> {
-        let file = Self::file_name(&name);
-        let directory = work::open_directory(parent.as_fd(), file.as_encoded_bytes()).ok()?;
-        let user = rustix::process::geteuid().as_raw();
-        let is_own = rustix::fs::fstat(&directory).ok()?.st_uid == user;
-        let exclusive = FlockOperation::NonBlockingLockExclusive;
-        if !is_own || rustix::fs::flock(&directory, exclusive).is_err() {
-            return None;
-        }
-        Some(Part {
-            parent,
-            name,
-            directory,
-        })
-    }
-
-    /// Makes a copy of `source` that can become the upper at `path`.
-    fn make(path: &Path, source: &UpperReader) -> Result<Part, UpperError> {
-        let failed = |errno| UpperError::io(path, "create it", errno);
-        let record = source.record().ok_or_else(|| UpperError::Record {
-            path: source.path().join(META),
-            problem: "it has no record of an image".into(),
-        })?;
-        let place = || Part::place(path);
-        let (parent, name) = place().map_err(|errno| match errno {
-            Errno::NOENT => UpperError::NoParent(path.to_owned()),
-            errno => failed(errno),
-        })?;
-        drop(Self::left_over(parent, name));
-        let (parent, name) = place().map_err(failed)?;
-        let file = Self::file_name(&name);
-        rustix::fs::mkdirat(&parent, Path::new(&file), Mode::RWXU).map_err(failed)?;
-        let part = Self::left_over(parent, name).ok_or_else(|| failed(Errno::BUSY))?;
-        remove_acls(part.directory.as_fd(), path)?;
-        rustix::fs::mkdirat(&part.directory, MADE, Mode::RWXU).map_err(failed)?;
-        let made = work::open_directory(part.directory.as_fd(), MADE.as_bytes()).map_err(failed)?;
-        copy_content(source, made.as_fd()).map_err(failed)?;
-        complete(made.as_fd(), record, None, path)?;
-        Ok(part)
-    }
-
-    /// Moves snapshots back to the upper with the directory `meta`.
-    fn return_snapshots(&self, meta: BorrowedFd<'_>) -> Result<(), Errno> {
-        let from = format!("{MADE}/{META}/{SNAPSHOTS}");
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let from = match rustix::fs::openat(&self.directory, from, flags, Mode::empty()) {
-            Err(Errno::NOENT) => return Ok(()),
-            from => from?,
-        };
-        match rustix::fs::mkdirat(meta, SNAPSHOTS, Mode::RWXU) {
-            Ok(()) | Err(Errno::EXIST) => {}
-            Err(errno) => return Err(errno),
-        }
-        let to = work::open_directory(meta, SNAPSHOTS.as_bytes())?;
-        for name in work::list(from.as_fd())? {
-            let flags = RenameFlags::NOREPLACE;
-            rustix::fs::renameat_with(&from, &name[..], &to, &name[..], flags)?;
-        }
-        rustix::fs::fsync(&to).and_then(|()| rustix::fs::fsync(meta))
-    }
-}
-
-impl Drop for Part {
-    fn drop(&mut self) {
-        // If this fails, the next command removes it.
-        let _ = work::empty(self.directory.as_fd(), None);
-        let file = Self::file_name(&self.name);
-        let _ = rustix::fs::unlinkat(&self.parent, Path::new(&file), AtFlags::REMOVEDIR);
-    }
+/// Makes a copy of `source` that can become the upper at `path`.
+fn make_part(path: &Path, source: &UpperReader) -> Result<Part, UpperError> {
+    let failed = |errno| UpperError::io(path, "create it", errno);
+    let record = source.record().ok_or_else(|| UpperError::Record {
+        path: source.path().join(META),
+        problem: "it has no record of an image".into(),
+    })?;
+    let part = Part::begin(path)?;
+    let made = work::open_directory(part.directory.as_fd(), MADE.as_bytes()).map_err(failed)?;
+    copy_content(source, made.as_fd()).map_err(failed)?;
+    complete(made.as_fd(), record, None, path)?;
+    Ok(part)
 }
