@@ -1,5 +1,5 @@
-"""Snapshots, forks and rollback of mounts with the kernel driver and of their uppers. The judges are
-e2fsck, and the trees as they were when the snapshots were taken."""
+"""Snapshots, forks and rollback of mounts with the kernel driver and of their uppers. The judges
+are e2fsck, and the trees as they were when the snapshots were taken."""
 
 import contextlib
 import json

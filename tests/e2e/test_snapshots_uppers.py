@@ -182,14 +182,14 @@ class AtRest(UpperCase):
         image = self.lower.make_image()
         bcow("snapshot", self.upper, "one")
         one = os.path.join(self.upper, ".bcow", "snapshots", "one")
-        before = tree.dump(one)
+        before, layer = tree.dump(one), self.beside("layer.tar")
         for options in (["diff", image, "--upper"], ["commit", image, "--upper"]):
-            target = ["tar:layer.tar"] if options[0] == "commit" else []
+            target = [f"tar:{layer}"] if options[0] == "commit" else []
             of_upper, of_one = (bcow(*options, upper, *target, check=False)
                                 for upper in (self.upper, one))
             self.assertEqual((of_upper.code, of_upper.out), (of_one.code, of_one.out))
             with contextlib.suppress(FileNotFoundError):
-                os.unlink("layer.tar")
+                os.unlink(layer)
         bcow("fsck", "--data", one, image)
         where = self.beside("elsewhere")
         os.mkdir(where)
@@ -282,8 +282,8 @@ class AtRest(UpperCase):
                         ["fork", f"{self.upper}@one", self.beside("fork")],
                         ["rollback", self.upper, "one"]):
             calls = f"trace={CHANGES},pwrite64,copy_file_range"
-            run("strace", "-f", "-o", "log", "-e", calls, BCOW, *command)
-            with open("log") as log:
+            run("strace", "-f", "-o", self.beside("log"), "-e", calls, BCOW, *command)
+            with open(self.beside("log")) as log:
                 lines = [line.split(None, 1)[1] for line in log
                          if "(" in line and "unlinkat" not in line]
             calls = [line.split("(")[0] for line in lines]
