@@ -414,24 +414,6 @@ fn share(part: u64, whole: u64) -> Option<String> {
     (whole > 0).then(|| format!("{:.1}%", 100.0 * part as f64 / whole as f64))
 }
 
-/// A short time in ns, rounded: `1.2 us`, `34 ms`.
-pub struct Took(pub u64);
-
-impl std::fmt::Display for Took {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let ns = self.0 as f64;
-        let (value, unit) = match self.0 {
-            0..1_000 => return f.pad(&format!("{} ns", self.0)),
-            // From 999.5 on, the next unit: the number would be rounded to 1000.
-            1_000..999_500 => (ns / 1e3, "us"),
-            999_500..999_500_000 => (ns / 1e6, "ms"),
-            _ => (ns / 1e9, "s"),
-        };
-        let decimals = usize::from(value < 9.95);
-        f.pad(&format!("{value:.decimals$} {unit}"))
-    }
-}
-
 /// A long time in seconds: `42 s`, `3 h 5 min`, `12 d 3 h`.
 struct Lasting(f64);
 

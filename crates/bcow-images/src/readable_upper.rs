@@ -78,9 +78,10 @@ impl ReadableUpper {
 
     /// The snapshot `name` of the upper or the disk at `path`.
     fn snapshot(path: &Path, name: &str, is_temporary: bool) -> Result<Self, CommandError> {
-        let file = match is_kernel_upper(path) {
-            true => Some(disk_path(path)),
-            false => path.is_file().then(|| path.to_owned()),
+        let file = if is_kernel_upper(path) {
+            Some(disk_path(path))
+        } else {
+            path.is_file().then(|| path.to_owned())
         };
         let found = match &file {
             Some(file) => find_snapshot(path.display(), file, name)?,
@@ -146,9 +147,12 @@ fn is_kernel_upper(path: &Path) -> bool {
 /// Whether no process writes to the upper at `path`, possibly after a short time.
 fn is_at_rest(path: &Path, messages: &dyn Messages) -> bool {
     let is_kernel = is_kernel_upper(path);
-    let open = || match is_kernel {
-        true => DiskReader::open(path).map(drop),
-        false => UpperReader::open(path).map(drop),
+    let open = || {
+        if is_kernel {
+            DiskReader::open(path).map(drop)
+        } else {
+            UpperReader::open(path).map(drop)
+        }
     };
     path.is_dir() && when_free(messages, open).is_ok()
 }
@@ -170,9 +174,10 @@ fn remove_left_over(path: &Path) {
         let process = name.strip_prefix(&prefix);
         let process = process.and_then(|process| process.parse().ok());
         if process.is_some_and(|process| running::state(process).is_none()) {
-            drop(match entry.path().is_dir() {
-                true => Temporary::Tree(path.to_owned(), name),
-                false => Temporary::File(entry.path()),
+            drop(if entry.path().is_dir() {
+                Temporary::Tree(path.to_owned(), name)
+            } else {
+                Temporary::File(entry.path())
             });
         }
     }

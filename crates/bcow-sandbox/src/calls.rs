@@ -168,6 +168,10 @@ const SOCKETS: &[c_long] = &[
 
 /// The requests of ioctl(2) that write to a terminal as if a user typed, load a driver for it, or
 /// set the flags of a file, also of one that is open for reading.
+#[allow(
+    clippy::unnecessary_cast,
+    reason = "each C library has its own type for them"
+)]
 const REQUESTS: [u64; 5] = [
     libc::TIOCSTI as u64,
     libc::TIOCLINUX as u64,

@@ -46,9 +46,9 @@ pub use marks::{
 pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, host_mode};
+pub(crate) use part::SNAPSHOTS;
 pub use reader::UpperReader;
 pub use record::{DiskRecord, FileSystem, ImageName, InstanceRecord, SCHEMA};
-pub(crate) use part::SNAPSHOTS;
 pub(crate) use snapshots::NewSnapshot;
 pub use snapshots::{
     UpperSnapshot, fork_upper, list_snapshots, recover_snapshots, remove_snapshot, roll_back_upper,
