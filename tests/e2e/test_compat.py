@@ -1,5 +1,5 @@
-"""Files and documents of earlier versions (fixtures/compat): docs/compatibility.md; and programs that
-use the crates: docs/guide/library.md."""
+"""Files and documents of earlier versions (fixtures/compat): docs/compatibility.md; and programs
+that use the crates: docs/guide/library.md."""
 
 import json
 import os

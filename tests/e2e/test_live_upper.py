@@ -1,5 +1,5 @@
-"""bcow diff and bcow commit of uppers and disks in use: with both drivers, in a process of their own
-and in a pool. The judges are what programs have written, and the tree that the mount shows."""
+"""bcow diff and bcow commit of uppers and disks in use: with both drivers, in a process of their
+own and in a pool. The judges are what programs have written, and the tree that the mount shows."""
 
 import concurrent.futures
 import glob
@@ -82,8 +82,8 @@ class Live:
         self.assertEqual(self.snapshots(), [])
         self.assertIn(("A", "/last"), self.lines())
 
-    @promise("`bcow diff` and `bcow commit` of an upper or a disk in use read all that programs had "
-             "written before the command began, and leave no snapshot.")
+    @promise("`bcow diff` and `bcow commit` of an upper or a disk in use read all that programs "
+             "had written before the command began, and leave no snapshot.")
     def test_the_differences_have_what_programs_wrote(self):
         self.assertEqual(self.lines(), [])
         self.change()
@@ -219,8 +219,7 @@ class FuseDriver(OneMoment, support.Scratch):
         self.change()
         before = self.lines()
         # Also when the process of the mount still lives.
-        run("umount" if os.geteuid() == 0 else "fusermount3", *([] if os.geteuid() == 0 else ["-u"]),
-            self.where)
+        run(*(["umount"] if os.geteuid() == 0 else ["fusermount3", "-u"]), self.where)
         self.assertEqual(self.lines(), before)
 
 

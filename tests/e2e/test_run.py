@@ -135,7 +135,7 @@ class RunByAnOrdinaryUser(Run):
     user = UNPRIVILEGED
 
     def test_there_is_no_other_user(self):
-        ended = self.bcow("run", for_everyone(self.image), "--user", "nobody", "id", check=False)
+        ended = self.bcow("run", for_everyone(self.image), "--user", "www-data", "id", check=False)
         self.assertNotEqual(ended.code, 0)
         self.run_in("--upper", self.at("upper"), "touch", "/new")
         self.assertEqual(os.stat(self.at("upper/new")).st_uid, self.user)
@@ -170,7 +170,7 @@ class Configuration(support.Scratch):
         self.assertEqual(self.shown(self.image, "echo $1-$0", "a", "--user"), ["--user-a"])
         group = self.shown("-u", "www-data:mail", self.image, "id -gn")
         self.assertEqual(group, ["mail"])
-        refused = bcow("run", "-u", "nobody-else", self.image, check=False, timeout=TIMEOUT)
+        refused = bcow("run", "-u", "missing", self.image, check=False, timeout=TIMEOUT)
         self.assertIn("has no user", refused.err.decode())
         # Without the program of the image.
         shell = support.run(BCOW, "run", "--shell", self.image, stdin=subprocess.DEVNULL)

@@ -94,8 +94,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 }
 
 /// Mounts in another process of this program, with a command line that begins with its name. Paths
-/// in it are relative to `directory`. Returns the exit status: the process has printed the reason of
-/// a failure.
+/// in it are relative to `directory`. Returns the exit status: the process has printed the reason
+/// of a failure.
 pub fn execute(command_line: &[OsString], directory: &Path) -> Result<u8, CommandError> {
     let mut command = Command::new("/proc/self/exe");
     if let Some((name, arguments)) = command_line.split_first() {

@@ -20,8 +20,8 @@ use crate::image::StoreArgs;
 use crate::running::{self, Service};
 use crate::ui::Ui;
 
-/// How long the process of a mount may take to end, for example because the mount is also in another
-/// mount namespace for a while.
+/// How long the process of a mount may take to end, for example because the mount is also in
+/// another mount namespace for a while.
 const ENDS_WITHIN: Duration = Duration::from_secs(10);
 
 /// Go back to a snapshot of a disk or of an upper

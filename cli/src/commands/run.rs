@@ -1,7 +1,7 @@
 //! `bcow run`: a program in the root file system of an image.
 //!
-//! The command runs itself twice more, each time through unshare(1), and [`STAGE`] tells it where it
-//! is. In a namespace of mounts, and without privilege also of users, it mounts the image, and
+//! The command runs itself twice more, each time through unshare(1), and [`STAGE`] tells it where
+//! it is. In a namespace of mounts, and without privilege also of users, it mounts the image, and
 //! unmounts it at the end ([`in_a_mount`]). In namespaces of processes and of mounts below that, it
 //! makes the mount the root, and starts the program ([`root`]).
 
@@ -34,13 +34,13 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 ///
 /// The command mounts the image with an upper, and runs CMD there: with the variables, the user and
 /// the working directory that the image gives, an entry point before CMD, its own /proc and /dev,
-/// and the network and the /etc/resolv.conf of this machine. Without CMD, it runs the program of the
-/// image, or /bin/sh. At the end of the program, all its processes end. The changes are lost, unless
-/// --upper names a directory for them.
+/// and the network and the /etc/resolv.conf of this machine. Without CMD, it runs the program of
+/// the image, or /bin/sh. At the end of the program, all its processes end. The changes are lost,
+/// unless --upper names a directory for them.
 ///
 /// Root and ordinary users can run programs. The program of an ordinary user is root in a namespace
 /// of users in which there is no other user: it cannot change to another user, and the files of
-/// others belong to nobody.
+/// others have no owner there.
 ///
 /// This is no sandbox for programs that you do not trust: it limits neither memory nor system calls
 /// nor the network, and a program that root runs as root has all rights. podman and others run such

@@ -45,8 +45,8 @@ pub struct Args {
     /// digit
     #[arg(value_name = "NAME", required = true)]
     name: Option<String>,
-    /// In a process that `bcow mount` starts: freeze the file system at the directory, with the device
-    /// number NAME
+    /// In a process that `bcow mount` starts: freeze the file system at the directory, with the
+    /// device number NAME
     #[arg(long, hide = true)]
     freeze: bool,
     /// Print JSON (schema bcow.snapshot/1)

@@ -458,7 +458,8 @@ impl DiskSnapshots {
 
     /// Makes the present content the snapshot `name`, as [`LiveDisk::snapshot`], while the file
     /// system is frozen: it has all that programs have written, and needs no replay. Returns the
-    /// path of the snapshot. `freezer` starts a process that freezes: see [`bcow_mount::hold_frozen`].
+    /// path of the snapshot. `freezer` starts a process that freezes: see
+    /// [`bcow_mount::hold_frozen`].
     ///
     /// If another process can continue with the disk, it needs the ledger that `new_ledger` makes,
     /// with its memory file. `is_replaced` gets what that process needs from now on.
@@ -492,8 +493,8 @@ impl DiskSnapshots {
         self.while_frozen(freezer, || disk.snapshot(name, note, ledger, replace))
     }
 
-    /// Makes a copy of the disk the snapshot `name`, as [`LiveDisk::copy`], while the file system is
-    /// frozen.
+    /// Makes a copy of the disk the snapshot `name`, as [`LiveDisk::copy`], while the file system
+    /// is frozen.
     pub fn copy(
         &self,
         name: &str,

@@ -6,10 +6,10 @@
 //! shall read the file of the hidden mount instead (passthrough, Linux 6.12). The page cache is
 //! that of the hidden file then.
 //!
-//! An image has a *slot* in the hidden mount, and so has each layer of a stack. The node number of a
-//! file has its slot and its inode in the image or layer, so another process that takes the hidden
-//! mount over needs nothing else to answer a read. It gets the hidden mount from the [`Keeper`] of
-//! this process.
+//! An image has a *slot* in the hidden mount, and so has each layer of a stack. The node number of
+//! a file has its slot and its inode in the image or layer, so another process that takes the
+//! hidden mount over needs nothing else to answer a read. It gets the hidden mount from the
+//! [`Keeper`] of this process.
 
 mod layers;
 pub(crate) mod slots;

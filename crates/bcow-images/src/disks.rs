@@ -230,8 +230,8 @@ impl<'a> Below<'a> {
 
     /// Opens the disk in a locked file, which the user calls `name`. Writable files below the disk
     /// are locked against writers as long as the disk is open, unless --force-share is given.
-    /// With a ledger, as [`Disk::open_with_ledger`]. Also returns the number of files on the longest
-    /// path down from the disk.
+    /// With a ledger, as [`Disk::open_with_ledger`]. Also returns the number of files on the
+    /// longest path down from the disk.
     pub fn open_disk(
         &self,
         name: &Path,

@@ -14,8 +14,8 @@ use crate::snapshots::find_snapshot;
 use crate::target::Target;
 use crate::upper::{tree_snapshot, when_free};
 
-/// The names of snapshots that a command takes of what is in use, and removes at its end, begin with
-/// this. The number of the process follows.
+/// The names of snapshots that a command takes of what is in use, and removes at its end, begin
+/// with this. The number of the process follows.
 const TEMPORARY: &str = "temporary-";
 
 /// An upper or a disk that a command reads.

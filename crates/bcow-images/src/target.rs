@@ -56,8 +56,8 @@ impl Target {
         }
     }
 
-    /// As [`Target::of`], also for `TARGET@NAME` of a mount or an upper. Of a disk, that is the name
-    /// of a file.
+    /// As [`Target::of`], also for `TARGET@NAME` of a mount or an upper. Of a disk, that is the
+    /// name of a file.
     pub fn with_snapshot(name: &Name) -> Result<(Target, Option<String>), CommandError> {
         let path = name.path().unwrap_or(name.shown());
         let text = path.to_str().unwrap_or_default();

@@ -1,9 +1,9 @@
 //! A mounted file system that makes no changes for a while.
 //!
 //! Another process freezes it. A freeze outlives the process that asked for it, so that process
-//! watches the one that serves the disk, and thaws when that one ends. A thread would not do: if the
-//! process is killed, a thread that waits for the disk ends only when the disk is served again, and
-//! in a pool the next process begins when all threads of this one have ended.
+//! watches the one that serves the disk, and thaws when that one ends. A thread would not do: if
+//! the process is killed, a thread that waits for the disk ends only when the disk is served again,
+//! and in a pool the next process begins when all threads of this one have ended.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};

@@ -1,5 +1,6 @@
 //! The requests of the loop driver (linux/loop.h), those that grow or freeze a mounted file system,
-//! one of FUSE, and `truncate(2)`. rustix has none of them, so this leaf of the workspace needs `unsafe`.
+//! one of FUSE, and `truncate(2)`. rustix has none of them, so this leaf of the workspace needs
+//! `unsafe`.
 
 #![allow(unsafe_code)]
 

@@ -84,10 +84,10 @@ pub struct MountArgs {
     #[arg(conflicts_with = "record")]
     pub pool: Option<PoolName>,
     /// Share one page cache with the other mounts of the pool that show the same image or layers,
-    /// for the files that a mount has not changed. A program that has such a file open keeps reading
-    /// the content of the image when another program changes the file. Without a limit, the kernel
-    /// also reads and writes files that are wholly in the upper itself. auto: on in a pool of root,
-    /// with the FUSE driver and --upper, on Linux 6.12 or later
+    /// for the files that a mount has not changed. A program that has such a file open keeps
+    /// reading the content of the image when another program changes the file. Without a limit, the
+    /// kernel also reads and writes files that are wholly in the upper itself. auto: on in a pool
+    /// of root, with the FUSE driver and --upper, on Linux 6.12 or later
     #[arg(long, value_name = "WHEN", default_value = "auto")]
     pub(crate) share: ShareChoice,
     /// Check the command line only

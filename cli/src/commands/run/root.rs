@@ -47,8 +47,8 @@ pub fn run(program: &Program) -> Result<u8, CommandError> {
     if (user.id, user.group) != (0, 0) {
         command.uid(user.id).gid(user.group);
     }
-    // What the process of the mount waits for. The kernel lets none of them end this process, which is
-    // the first one of its namespace.
+    // What the process of the mount waits for. The kernel lets none of them end this process, which
+    // is the first one of its namespace.
     SigSet::all()
         .thread_unblock()
         .context(|| "cannot unblock signals")?;

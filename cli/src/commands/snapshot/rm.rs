@@ -14,8 +14,8 @@ use crate::ui::Ui;
 /// Remove a snapshot of a disk or of an upper
 ///
 /// If one disk or snapshot is over it, that one first takes its data, and shows the same content as
-/// before. If several are over it, the command fails. The forks of an upper keep their snapshots, and
-/// their content. Disks in other directories, which find the
+/// before. If several are over it, the command fails. The forks of an upper keep their snapshots,
+/// and their content. Disks in other directories, which find the
 /// snapshot by --backing-dir, are not noticed, and do not open afterwards.
 ///
 /// The disk, and the disks over the snapshot, must not be in use. If the command is interrupted,

@@ -17,8 +17,8 @@ const NID_BITS: u32 = 40;
 /// The slots of a hidden mount. The highest bit of a number stays zero.
 const MAX_SLOTS: u32 = 1 << 23;
 
-/// Mounts of images with equal keys, or with layers with equal keys, share files: the files have the
-/// same content, and each read of it has been verified in the same way.
+/// Mounts of images with equal keys, or with layers with equal keys, share files: the files have
+/// the same content, and each read of it has been verified in the same way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageKey {
     pub identity: [u8; 32],

@@ -66,9 +66,9 @@ impl Partial {
         let _ = self.fetch(frame, new.end..end);
     }
 
-    /// The number of untouched blocks that the file needs of the lower file, if it has been read and
-    /// written by at least as many requests: each would have been cheaper in a whole file, by about
-    /// as much as it costs to copy a block.
+    /// The number of untouched blocks that the file needs of the lower file, if it has been read
+    /// and written by at least as many requests: each would have been cheaper in a whole file, by
+    /// about as much as it costs to copy a block.
     pub fn worth_completing(&self) -> Option<u64> {
         let frame = read(&self.gate);
         let known = read(&self.presence).present.len() + self.incomplete.load(Ordering::Relaxed);

@@ -172,8 +172,8 @@ pub fn snapshot(
 }
 
 /// Makes a copy of the file of a disk the snapshot `name`, which is not durable. The disk stays as
-/// it is, and so the snapshot can be removed while the disk is in use. `disk` is open in `file`; the
-/// caller has stopped all its writers. Returns the path of the snapshot.
+/// it is, and so the snapshot can be removed while the disk is in use. `disk` is open in `file`;
+/// the caller has stopped all its writers. Returns the path of the snapshot.
 pub fn copy_snapshot(disk: &Disk, file: &LockedFile, name: &str) -> Result<PathBuf, SnapshotError> {
     let (path, new) = begin(file, name)?;
     let file_name = name_of(&path)?;
