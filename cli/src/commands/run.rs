@@ -126,10 +126,8 @@ pub fn run(args: &Args) -> Result<u8, CommandError> {
         Err(_) => {
             // An error of the image comes before there is any process.
             args.program()?;
-            let user: &[&str] = match rustix::process::geteuid().is_root() {
-                true => &[],
-                false => &["--user", "--map-root-user"],
-            };
+            let is_root = rustix::process::geteuid().is_root();
+            let user: &[&str] = if is_root { &[] } else { &["--user", "--map-root-user"] };
             let error = again(&[user, &["--mount"]].concat(), MOUNT_STAGE)?.exec();
             Err(CommandError::new("cannot execute unshare")
                 .caused_by(&error)
@@ -160,7 +158,8 @@ fn bcow<'w>(words: impl IntoIterator<Item = &'w OsStr>) -> Result<u8, CommandErr
 
 fn exit_status(status: ExitStatus) -> u8 {
     let signal = status.signal().map(|signal| 128 + signal);
-    status.code().or(signal).unwrap_or(1) as u8
+    let status = status.code().or(signal).unwrap_or(1);
+    u8::try_from(status).unwrap_or(u8::MAX)
 }
 
 /// Mounts the image, runs the program there, and unmounts.
@@ -193,10 +192,7 @@ fn in_a_mount(args: &Args) -> Result<u8, CommandError> {
             return Ok(forked);
         }
     }
-    let options = match args.is_root_of_host() {
-        true => "allow_other,suid,dev",
-        false => "allow_other",
-    };
+    let options = if args.is_root_of_host() { "allow_other,suid,dev" } else { "allow_other" };
     let image = args.image.text();
     let mut mount: Vec<&OsStr> = vec!["mount".as_ref(), image, root, "--upper".as_ref()];
     mount.extend([upper.as_os_str(), "-o".as_ref(), options.as_ref()]);
@@ -265,14 +261,14 @@ impl Args {
         variables.extend(variable("TERM"));
         variables.extend(config.env.unwrap_or_default());
         variables.extend(self.env.iter().cloned());
-        let shell = || vec!["/bin/sh".to_owned()];
         let mut words = config.entrypoint.unwrap_or_default();
-        words.extend(match self.command.is_empty() {
-            true => config.cmd.unwrap_or_default(),
-            false => self.command.clone(),
-        });
+        if self.command.is_empty() {
+            words.extend(config.cmd.unwrap_or_default());
+        } else {
+            words.extend(self.command.iter().cloned());
+        }
         if self.shell || words.is_empty() {
-            words = shell();
+            words = vec!["/bin/sh".to_owned()];
         }
         let directory = self.workdir.clone().or(config.working_dir);
         Ok(Program {
