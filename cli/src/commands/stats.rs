@@ -9,7 +9,7 @@ use bcow_fuse::stats::document::{
 use bcow_fuse::{Driver, MountedImage};
 use serde_json::json;
 
-use super::top::{Activity, Totals};
+use super::top::{Activity, Took, Totals};
 use crate::ask::{self, ANSWER_TIMEOUT};
 use crate::error::{CommandError, Context};
 use crate::named_mount::mount_at;

@@ -143,9 +143,10 @@ fn execute(line: &[u8]) -> Result<(), CommandError> {
     let live = live.iter().find(is_meant).ok_or_else(|| {
         CommandError::new("the process does not serve the disk for writing any more")
     })?;
-    match request.copy {
-        true => live.copy(&request.snapshot),
-        false => live.snapshot(&request.snapshot),
+    if request.copy {
+        live.copy(&request.snapshot)
+    } else {
+        live.snapshot(&request.snapshot)
     }
 }
 

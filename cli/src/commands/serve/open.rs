@@ -103,7 +103,7 @@ impl Served {
             };
             register(Arc::new(disk), kind)
         });
-        disks.last().flatten()
+        disks.fold(None, |_, socket| socket)
     }
 
     /// The directories of the disks in files.
