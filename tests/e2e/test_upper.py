@@ -399,14 +399,12 @@ class OfBcow(Uppers, unittest.TestCase):
                                   f"oci:{layout}:stack", check=False),
                        "take the name of the one that it is made of")
 
-    def test_an_upper_in_use_is_refused_with_the_name_of_its_user(self):
+    def test_an_upper_in_use_is_checked_when_it_is_free(self):
         with self.union():
-            for command in (("diff", self.base, "--upper", self.upper), ("fsck", self.upper),
-                            ("commit", self.base, "--upper", self.upper, "tar:-")):
-                result = bcow(*command, check=False)
-                self.assertNotIn(result.code, (0, 1) if command[0] == "diff" else (0,), str(result))
-                self.assertRegex(result.err.decode(),
-                                 r"it is being written by .*mount.*process [0-9]+")
+            result = bcow("fsck", self.upper, check=False)
+            self.assertNotEqual(result.code, 0, str(result))
+            self.assertRegex(result.err.decode(),
+                             r"it is being written by .*mount.*process [0-9]+")
 
     def test_an_upper_of_another_image_is_refused_by_both_names(self):
         result = bcow("diff", self.after, "--upper", self.upper, check=False)
