@@ -286,7 +286,10 @@ impl UnionFs {
             let Some(node) = self.keep_unrecorded(node) else {
                 return;
             };
-            self.drop_orphan(&node);
+            // A process that takes over finds a file of the batch by this name, if by no other.
+            if !node.read_state().is_in_batch() {
+                self.drop_orphan(&node);
+            }
             // The host may have stored metadata when it wrote back the data.
             self.measure_if_open(&node);
             return self.table.drop_node(node);

@@ -165,7 +165,13 @@ impl UnionFs {
             let finished =
                 if are_durable { self.unmark(&node) } else { self.finish_batch_of(&node) };
             match finished {
-                Ok(()) => self.table.drop_node(node),
+                Ok(()) => {
+                    // The kernel may have forgotten the file meanwhile.
+                    if !self.table.is_held(node.id) {
+                        self.drop_orphan(&node);
+                    }
+                    self.table.drop_node(node);
+                }
                 // The file stays for the next batch; the other files are not delayed.
                 Err(errno) => {
                     result = result.and(Err(errno));

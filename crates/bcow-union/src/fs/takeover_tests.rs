@@ -327,6 +327,30 @@ fn a_forgotten_file_has_no_name_in_the_work_directory_after_its_flush() {
 }
 
 #[test]
+fn a_forgotten_file_of_the_batch_keeps_its_content() {
+    let batch = UnionOptions {
+        sync: SyncPolicy::Batch(8),
+        ..options()
+    };
+    let Some(mut fixture) = Fixture::new(batch) else {
+        return;
+    };
+    let small = fixture.get("a").node;
+    let fs = fixture.fs();
+    fs.link(small, NodeId::ROOT, b"other").unwrap();
+    fs.unlink(NodeId::ROOT, b"a").unwrap();
+    fixture.write(small, 0, b"S");
+    fs.forget(small, 10);
+    fixture.take_over();
+    assert_eq!(fixture.content("other"), b"Small file\n");
+    fixture.fs().forget(small, 10);
+    fixture.fs().finish_batch().unwrap();
+    assert_eq!(orphans(&fixture), 0);
+    assert_eq!(fixture.get("other").nlink, 1);
+    assert_eq!(fixture.content("other"), b"Small file\n");
+}
+
+#[test]
 fn files_with_several_names_in_the_image_are_found_by_the_index() {
     let Some(mut fixture) = open() else { return };
     let id = fixture.get("h1").node;
