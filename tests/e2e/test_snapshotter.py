@@ -444,8 +444,8 @@ class Contract(WithSnapshotter):
         client.Commit(name="p", key="a")
         with self.mounted(client.Prepare(key="b", parent="p")) as root:
             write_file(os.path.join(root, "file"), "kept")
-            details = self.refused(CODES.INTERNAL, client.Commit, name="n", key="b")
-            self.assertIn("it is being written by", details)
+            details = self.refused(CODES.FAILED_PRECONDITION, client.Commit, name="n", key="b")
+            self.assertIn("the snapshot is mounted", details)
             # The snapshot that is still active shows the same files.
             with self.mounted(client.Mounts(key="b")) as again:
                 self.assertEqual(os.stat(again).st_dev, os.stat(root).st_dev)

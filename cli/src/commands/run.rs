@@ -139,7 +139,9 @@ pub fn run(args: &Args) -> Result<u8, CommandError> {
 /// This command once more, in new namespaces.
 fn again(namespaces: &[&str], stage: &str) -> Result<Command, CommandError> {
     let mut unshare = Command::new("unshare");
-    unshare.args(namespaces).arg("--").arg(own_path()?);
+    // Otherwise the mounts of others would be in use here when they are unmounted.
+    unshare.args(namespaces).args(["--propagation", "slave", "--"]);
+    unshare.arg(own_path()?);
     unshare.args(std::env::args_os().skip(1)).env(STAGE, stage);
     Ok(unshare)
 }

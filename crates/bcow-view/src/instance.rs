@@ -103,10 +103,12 @@ impl Instance<'_> {
             options: self.options.clone(),
         };
         let opener = Opener::new(self.path, policy);
-        let opened = open(&opener).map_err(|error| match opener.problems().first() {
-            Some(problem) => Error::Unsupported(problem.to_string()),
-            None => error,
-        })?;
+        let opened = open(&opener);
+        // Also if it opens: what is missing then fails at the first read of it.
+        if let Some(problem) = opener.problems().first() {
+            return Err(Error::Unsupported(problem.to_string()));
+        }
+        let opened = opened?;
         if views.is_found.get() {
             Ok(opened)
         } else {

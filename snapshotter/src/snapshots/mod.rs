@@ -245,7 +245,7 @@ impl Snapshots {
             None => true,
             Some(_) => {
                 mounting::end(&self.place.mounted_root(&active))?;
-                self.place.wait_for_unmount(&active);
+                self.place.wait_for_unmount(&active)?;
                 self.is_changed(&active, &chain)?
             }
         };

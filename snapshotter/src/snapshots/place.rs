@@ -397,14 +397,22 @@ impl SnapshotterRoot {
         Ok(sync(&self.root.join("layers"))?)
     }
 
-    /// Waits until the process of a mount that has just ended no longer uses the upper. After some
-    /// seconds `bcow` finds out whether the upper is mounted, and says by which process.
-    pub fn wait_for_unmount(&self, record: &SnapshotRecord) {
+    /// Waits until the process of a mount that has just ended no longer uses the upper. Fails if it
+    /// still does after some seconds: the upper is mounted.
+    pub fn wait_for_unmount(&self, record: &SnapshotRecord) -> Result<(), Error> {
         let end = Instant::now() + UNMOUNTS_WITHIN;
         let files = self.files(record);
-        while lock_of(&files).is_err() && Instant::now() < end {
+        while lock_of(&files).is_err() {
+            if Instant::now() >= end {
+                let files = files.display();
+                return Err(Error::State(format!(
+                    "the snapshot is mounted: {files} is being written; `bcow ps` shows by which \
+                     process"
+                )));
+            }
             std::thread::sleep(PAUSE);
         }
+        Ok(())
     }
 
     /// Whether the upper of an active snapshot was never mounted.
