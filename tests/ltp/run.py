@@ -32,7 +32,7 @@ LISTS = {"syscalls": "", "fs": "", "fs_perms_simple": "", "dio": "", "ltp-aiodio
 ELSEWHERE = re.compile(r"\.(needs_device|mount_device|all_filesystems|needs_rofs|format_device)\b"
                        r"|tst_acquire_device")
 NOT_MEANT = re.compile(r"(proc|read_all|quota_remount|isofs|fs_fill|binfmt_misc|squashfs)")
-# The longest runs are shortened to so many seconds.
+# Limit in seconds for the longest runs.
 LONGEST = 5
 TIMEOUT = 120
 SKIPPED = 32
