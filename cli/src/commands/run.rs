@@ -140,7 +140,9 @@ pub fn run(args: &Args) -> Result<u8, CommandError> {
 fn again(namespaces: &[&str], stage: &str) -> Result<Command, CommandError> {
     let mut unshare = Command::new("unshare");
     // Otherwise the mounts of others would be in use here when they are unmounted.
-    unshare.args(namespaces).args(["--propagation", "slave", "--"]);
+    unshare
+        .args(namespaces)
+        .args(["--propagation", "slave", "--"]);
     unshare.arg(own_path()?);
     unshare.args(std::env::args_os().skip(1)).env(STAGE, stage);
     Ok(unshare)
