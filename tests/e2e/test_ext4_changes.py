@@ -442,9 +442,6 @@ class Changes(Scratch):
                 refused = bcow("commit", image, "--upper", disk, self.path("no.bcow"), check=False)
                 assert_refused(self, refused, *words)
         self.assertFalse(os.path.exists(self.path("no.bcow")))
-        with self.mounted():
-            refused = self.diff()
-            assert_refused(self, refused, "being written", "force-share", code=2)
         raw = self.path("anew.raw")
         sparse_file(raw, GIB)
         run("mkfs.ext4", "-q", "-F", "-N", "1000", raw)
