@@ -14,7 +14,8 @@ import unittest.mock
 
 import support
 from promises import promise
-from support import BCOW, assert_refused, assert_same_tree, bcow, need, run, until, write_file
+from support import (BCOW, assert_refused, assert_same_tree, bcow, need, read_text, run, until,
+                     write_file)
 import tree
 
 TIMEOUT = 120
@@ -149,12 +150,21 @@ class Live:
         process.stdout.read(1)
         return process
 
+    @staticmethod
+    def where_signals_wait(process):
+        """The function of the kernel in which the thread for signals of a command waits."""
+        [thread] = [os.path.dirname(name) for name in glob.glob(f"/proc/{process.pid}/task/*/comm")
+                    if read_text(name) == "signals\n"]
+        return read_text(os.path.join(thread, "wchan"))
+
     def test_interrupted_and_killed_commands_leave_nothing(self):
         for number in range(MANY):
             write_file(self.in_mount("directory", f"a-file-with-a-long-name-{number}"), "")
         interrupted = self.blocked()
         self.assertEqual(self.snapshots(), [f"temporary-{interrupted.pid}"])
         interrupted.send_signal(signal.SIGINT)
+        # The thread for signals has noted it, and waits for the end of the command.
+        until(lambda: "nanosleep" in self.where_signals_wait(interrupted), "the signal is noted")
         interrupted.stdout.read()
         self.assertEqual(interrupted.wait(TIMEOUT), 130)
         self.assertEqual(self.snapshots(), [])
