@@ -336,7 +336,8 @@ class Mount(Sandboxed):
             until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"), "the process ends")
             with self.assertRaises(OSError) as raised:
                 os.statvfs(where)
-            self.assertEqual(raised.exception.errno, errno.ENOTCONN)
+            # The second if the kernel is about to end the connection.
+            self.assertIn(raised.exception.errno, (errno.ENOTCONN, errno.ECONNABORTED))
             self.assertTrue(is_mounted(where))
             bcow("umount", where)
 
