@@ -470,7 +470,8 @@ class Model(names_model.Model):
             if done.returncode == 0:
                 return not any(text in done.stderr for text in STILL_IN_USE)
             print(f"{name}: {done.stderr.strip()}", flush=True)
-            if name == "mount" and was_killed and "already mounted" in done.stderr:
+            if name == "mount" and was_killed and is_mounted(self.directory):
+                # The process was killed before it answered, and the next one has the mount.
                 return False
             if name == "umount" and not is_mounted(self.directory) and (
                     was_killed or UNKNOWN in done.stderr):

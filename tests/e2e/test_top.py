@@ -160,6 +160,8 @@ class Top(support.Scratch):
         self.mount("one")
         child, terminal = pty.fork()
         if child == 0:
+            # In the background of a shell, it would be ignored.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execv(BCOW, [BCOW, "top", "--interval", "1"])
         shown = b""
         end = time.monotonic() + TIMEOUT
