@@ -17,6 +17,7 @@ import unittest
 
 from support import (BCOW, TOP, UNPRIVILEGED, WORK, bcow, for_everyone, is_mounted, need,
                      need_kernel, read_bytes, read_text, run, served, until, write_file)
+from test_remote import metrics
 
 ESCAPE = os.path.join(TOP, "tests", "e2e", "preload", "escape.c")
 REFUSED = {errno.EPERM, errno.EACCES}
@@ -321,8 +322,7 @@ class Mount(Sandboxed):
         options = ("--log-file", "log/log", "--record", "trace/trace", "--metrics",
                    "unix:metrics.sock")
         with self.mounted(*options, allowed=allowed) as (where, pid), open(f"{where}/file", "rb"):
-            metrics = run("curl", "-s", "--unix-socket", "metrics.sock", "http://x/metrics")
-            self.assertIn(b"bcow_", metrics.out)
+            self.assertIn("bcow_", metrics("metrics.sock"))
             self.assertEqual(stat.S_IMODE(os.stat("metrics.sock").st_mode), 0o600)
             os.unlink("log/log")
             self.end_by_signal(where, pid)
