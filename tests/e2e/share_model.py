@@ -34,7 +34,7 @@ SHARED_BYTES = 16 << 10
 MAX_KEPT = 12
 MAX_RUNNING = 2
 # How long a command may fail because the process of the pool is killed again and again.
-PATIENCE = 1200
+PATIENCE = 300
 UNKNOWN = "it is not known whether all written data is in"
 IN_USE = "cannot use the upper"
 # Messages of an unmount after which the upper can be in use for longer: the process was replaced,
