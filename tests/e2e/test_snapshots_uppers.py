@@ -153,7 +153,8 @@ class AtRest(UpperCase):
         with self.mounted(self.beside("alone")) as where:
             self.assertTrue(os.path.exists(os.path.join(where, "new-77/file")))
 
-    def test_a_rollback_keeps_what_it_replaces(self):
+    def two_states(self):
+        """Makes the snapshot `one`, and further changes; gives the trees. The upper is at rest."""
         change(self.where, 1)
         one = tree.dump(self.where)
         self.mount.unmount()
@@ -162,6 +163,10 @@ class AtRest(UpperCase):
         change(self.where, 2)
         two = tree.dump(self.where)
         self.mount.unmount()
+        return one, two
+
+    def test_a_rollback_keeps_what_it_replaces(self):
+        one, two = self.two_states()
         bcow("rollback", self.upper, "one", "--keep", "two")
         self.assert_upper(self.upper, one)
         self.assertEqual(snapshots(self.upper), ["one", "two"])
@@ -211,14 +216,7 @@ class AtRest(UpperCase):
              "the fork or the rollback is complete or absent.")
     def test_commands_that_are_killed_are_complete_or_absent(self):
         need("strace")
-        change(self.where, 1)
-        one = tree.dump(self.where)
-        self.mount.unmount()
-        bcow("snapshot", self.upper, "one")
-        self.mount.mount()
-        change(self.where, 2)
-        two = tree.dump(self.where)
-        self.mount.unmount()
+        one, two = self.two_states()
         copy = self.beside("copy")
         of_copy = os.path.join(copy, "upper")
         fork = os.path.join(copy, "fork")

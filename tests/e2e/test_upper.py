@@ -399,7 +399,7 @@ class OfBcow(Uppers, unittest.TestCase):
                                   f"oci:{layout}:stack", check=False),
                        "take the name of the one that it is made of")
 
-    def test_an_upper_in_use_is_checked_when_it_is_free(self):
+    def test_fsck_refuses_an_upper_in_use_with_the_name_of_its_user(self):
         with self.union():
             result = bcow("fsck", self.upper, check=False)
             self.assertNotEqual(result.code, 0, str(result))

@@ -140,10 +140,8 @@ pub fn run(args: &Args) -> Result<u8, CommandError> {
 fn again(namespaces: &[&str], stage: &str) -> Result<Command, CommandError> {
     let mut unshare = Command::new("unshare");
     // Otherwise the mounts of others would be in use here when they are unmounted.
-    unshare
-        .args(namespaces)
-        .args(["--propagation", "slave", "--"]);
-    unshare.arg(own_path()?);
+    unshare.args(["--propagation", "slave"]).args(namespaces);
+    unshare.arg("--").arg(own_path()?);
     unshare.args(std::env::args_os().skip(1)).env(STAGE, stage);
     Ok(unshare)
 }
@@ -168,7 +166,7 @@ fn exit_status(status: ExitStatus) -> u8 {
 
 /// Mounts the image, runs the program there, and unmounts.
 fn in_a_mount(args: &Args) -> Result<u8, CommandError> {
-    // Ctrl-C is for the program. They wait until the mount has ended.
+    // Ctrl-C is for the program. The signals wait until the mount has ended.
     let signals: SigSet = [
         Signal::SIGINT,
         Signal::SIGQUIT,

@@ -108,7 +108,8 @@ impl Drop for Temporary {
         match self {
             Temporary::File(path) => drop(std::fs::remove_file(path)),
             Temporary::Tree(upper, name) => {
-                drop(bcow_union::remove_snapshot(upper, name, &lock_note("diff")));
+                let note = lock_note("diff or commit");
+                drop(bcow_union::remove_snapshot(upper, name, &note));
             }
         }
     }

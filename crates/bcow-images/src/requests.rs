@@ -118,8 +118,8 @@ fn exchange(
     Ok(serde_json::from_str(&line)?)
 }
 
-/// Whether a process of this user may act for the disk at `path`. Any process can claim to serve
-/// it.
+/// Whether a process of this user may act for the disk, or the upper with the lock, at `path`. Any
+/// process can claim to use it.
 fn is_trusted(uid: u32, path: &Path) -> bool {
     let own = rustix::process::geteuid().as_raw();
     uid == 0 || uid == own || path.metadata().is_ok_and(|file| file.uid() == uid)

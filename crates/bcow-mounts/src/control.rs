@@ -132,7 +132,7 @@ fn require_same_user(stream: &UnixStream) -> Result<(), CommandError> {
     if peer.uid == rustix::process::geteuid() || peer.uid.is_root() {
         Ok(())
     } else {
-        Err(CommandError::new("the disk is served by another user"))
+        Err(CommandError::new("the process belongs to another user"))
     }
 }
 
@@ -140,14 +140,17 @@ fn execute(line: &[u8]) -> Result<(), CommandError> {
     let request: SnapshotRequest = serde_json::from_slice(line).context(|| INVALID)?;
     let live = registry().live.clone();
     let is_meant = |live: &&Arc<dyn Live>| live.is_at(request.device, request.inode);
-    let live = live.iter().find(is_meant).ok_or_else(|| {
-        CommandError::new("the process does not serve the disk for writing any more")
-    })?;
+    let live = live.iter().find(is_meant).ok_or_else(has_ended)?;
     if request.copy {
         live.copy(&request.snapshot)
     } else {
         live.snapshot(&request.snapshot)
     }
+}
+
+/// The error of a request that arrives too late.
+fn has_ended() -> CommandError {
+    CommandError::new("the process does not use this for writing any more")
 }
 
 /// A disk that clients of this process write to.
@@ -184,9 +187,7 @@ impl ServedDisk {
         &self,
         take: impl FnOnce(&LiveDisk) -> Result<PathBuf, SnapshotError>,
     ) -> Result<(), CommandError> {
-        let Some(disk) = self.disk.upgrade() else {
-            return Ok(());
-        };
+        let disk = self.disk.upgrade().ok_or_else(has_ended)?;
         let path = take(&disk).map_err(|error| cannot_snapshot(&self.name, &error))?;
         tracing::info!(
             "{}: its content is the snapshot {}",
@@ -277,7 +278,7 @@ impl Live for FuseMount {
     }
 
     fn snapshot(&self, name: &str) -> Result<(), CommandError> {
-        let taken = self.snapshots.take(name).unwrap_or(Ok(()));
+        let taken = self.snapshots.take(name).ok_or_else(has_ended)?;
         taken.map_err(|error| cannot_use(&error))
     }
 

@@ -1,7 +1,7 @@
 /* Preloaded into bcow: does from inside what a sandbox refuses, and reports it.
 
    ESCAPE_AT names the function that begins: `write` to standard output, or `pread64`. Both wait for
-   the file ESCAPE_GO, if there is one. ESCAPE_REPORT is the file for the report: lines of a name and
+   the file ESCAPE_GO, if it is set. ESCAPE_REPORT is the file for the report: lines of a name and
    an error number, or 0 without an error. ESCAPE_PATHS has paths, separated by colons, each after
    `r` or `w`. With ESCAPE_CHANGES_ATTRIBUTES, the process may change those of its open files. */
 #define _GNU_SOURCE

@@ -101,7 +101,7 @@ struct FileMark {
 }
 
 impl FileMark {
-    /// `None` if there is no file at this path.
+    /// `None` without a regular file at this path.
     fn of(path: &Path) -> Option<Self> {
         let file = path.metadata().ok().filter(Metadata::is_file)?;
         Some(FileMark {
