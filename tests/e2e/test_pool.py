@@ -1100,12 +1100,13 @@ class KernelDriver(PoolCase):
                 write_file(os.path.join(where, f"file{round}"), b"x" * 100_000)
             commands = (["umount"], [BCOW, "umount"], [BCOW, "umount"], ["umount"])
             unmounts = [subprocess.Popen([*command, where], env={**os.environ, **self.env},
-                                         stderr=subprocess.DEVNULL)
+                                         stderr=subprocess.PIPE)
                         for command, where in zip(commands, places, strict=True)]
             time.sleep(random.random() / 10)
             self.bcow("pool", "restart", "pool")
             for unmount in unmounts:
-                self.assertEqual(unmount.wait(TIMEOUT), 0)
+                _, error = unmount.communicate(timeout=TIMEOUT)
+                self.assertEqual(unmount.returncode, 0, error.decode())
             until(lambda: self.stats()["mounts"] == [], "the mounts end")
             until(lambda: not self.loop_devices(), "the loop devices are gone")
             for upper, where in zip(uppers, places, strict=True):

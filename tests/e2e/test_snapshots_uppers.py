@@ -556,7 +556,7 @@ class Mounted(UpperCase):
         self.assertEqual(ask("one"), "done")
         write_file(self.at("file"), b"after")
         self.assertEqual(ask("two"), "done")
-        for answer, mention in ((ask("two"), "exists"), (ask("three", inode=1), "does not serve")):
+        for answer, mention in ((ask("two"), "exists"), (ask("three", inode=1), "does not use")):
             self.assertIn(mention, json.dumps(answer["failed"]))
         self.mount.unmount()
         for name, content in (("one", b"before"), ("two", b"after")):

@@ -37,16 +37,27 @@ pub fn unmount(
     let when_busy = if is_lazy { WhenBusy::Detach } else { WhenBusy::Fail };
     let mount = mount_at(directory, "umount")?;
     // Also for a mount that is read-only now: it may have been writable before.
-    let answer = if is_lazy { Answer::NotServed } else { ask_when_published(&mount) };
+    let mut answer = if is_lazy { Answer::NotServed } else { ask_when_published(&mount) };
     if let (Driver::Kernel(_), Answer::Timeout) = (&mount.driver, &answer) {
         refuse_stopped(directory, &mount)?;
     }
     // Before the process ends.
-    let (document, unread) = match read(directory, &mount, &answer) {
-        Ok(document) => (document, None),
-        Err(why) => (None, Some(Unread::examine(&mount, why))),
+    let mut answered = None;
+    let (document, unread, ending) = loop {
+        let document = match read(directory, &mount, &answer) {
+            Ok(Some(document)) => document,
+            Ok(None) => break (None, None, None),
+            Err(why) => break (None, Some(Unread::examine(&mount, why)), None),
+        };
+        let ending = document.ending();
+        let pid = document.process.pid;
+        if ending.is_some() || document.process.is_running() || answered == Some(pid) {
+            break (Some(document), None, ending);
+        }
+        // It has ended since its answer. In a pool, another process serves the mount now.
+        answered = Some(pid);
+        answer = ask_when_published(&mount);
     };
-    let ending = document.as_ref().and_then(Document::ending);
     let trace = document.as_ref().and_then(TraceFile::of);
     bcow_fuse::unmount(directory, when_busy).map_err(|error| match error {
         MountError::Busy(_) => mount_users::describe(&mount)
