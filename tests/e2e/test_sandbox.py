@@ -85,7 +85,8 @@ class Sandboxed(unittest.TestCase):
         status = dict(re.findall(r"(\w+):\s*(.*)", read_text(f"/proc/{pid}/status")))
         wanted = {"NoNewPrivs": "1", "Seccomp": "2", **wanted}
         self.assertEqual({name: status[name] for name in wanted}, wanted)
-        self.assertRegex(read_text(f"/proc/{pid}/limits"), r"core file size +1 +1 ")
+        # A limit of zero stays where it cannot be raised.
+        self.assertRegex(read_text(f"/proc/{pid}/limits"), r"core file size +([01]) +\1 ")
         for thread in os.listdir(f"/proc/{pid}/task"):
             of_thread = read_text(f"/proc/{pid}/task/{thread}/status")
             for name in ("NoNewPrivs", "Seccomp", "CapEff", "CapPrm"):
@@ -162,6 +163,13 @@ class Commands(Sandboxed):
             others = 0o077 if command == "map" else 0o022
             self.assertEqual(os.stat(f"{views}/{view}").st_mode & others, 0)
             os.unlink(f"{views}/{view}")
+
+    def test_a_limit_of_core_dumps_that_cannot_be_raised_is_kept(self):
+        """As behind sudo in a container, or for a user to whom the administrator allows none."""
+        user = UNPRIVILEGED if os.geteuid() == 0 else None
+        listed = run("sh", "-c", "ulimit -Hc 0; exec \"$@\"", "sh", for_everyone(BCOW), "ls",
+                     for_everyone(self.image), "--sandbox", "require", user=user)
+        self.assertEqual(listed.out, bcow("ls", self.image).out)
 
     def test_a_sandbox_that_is_required_and_not_possible_is_an_error(self):
         for arguments, reason in [

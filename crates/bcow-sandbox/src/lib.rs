@@ -31,7 +31,8 @@ use std::io;
 use std::path::PathBuf;
 
 use landlock::RulesetError;
-use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 pub use rustix::thread::CapabilitySet;
 use rustix::thread::{CapabilitySets, set_capabilities, set_no_new_privs};
 
@@ -171,13 +172,17 @@ impl Sandbox {
 }
 
 /// A core dump would have the content of images. With a limit of one byte, the kernel also starts
-/// no program that stores core dumps; with zero, it starts such a program.
+/// no program that stores core dumps; with zero, it starts such a program, and tells it the limit. A
+/// process may be unable to raise a limit of zero, which sudo(8) sets.
 fn refuse_core_dumps() -> Result<(), SandboxError> {
     let least = Rlimit {
         current: Some(1),
         maximum: Some(1),
     };
-    setrlimit(Resource::Core, least).map_err(|errno| SandboxError::CoreDumps(errno.into()))
+    match setrlimit(Resource::Core, least) {
+        Err(Errno::PERM) if getrlimit(Resource::Core).maximum == Some(0) => Ok(()),
+        set => set.map_err(|errno| SandboxError::CoreDumps(errno.into())),
+    }
 }
 
 fn require_one_thread() -> Result<(), SandboxError> {
@@ -188,8 +193,8 @@ fn require_one_thread() -> Result<(), SandboxError> {
     }
 }
 
-impl From<rustix::io::Errno> for SandboxError {
-    fn from(errno: rustix::io::Errno) -> Self {
+impl From<Errno> for SandboxError {
+    fn from(errno: Errno) -> Self {
         SandboxError::Capabilities(errno.into())
     }
 }
