@@ -192,9 +192,9 @@ class Sequences(unittest.TestCase):
     """Generated layers, exported and unpacked by umoci, against the kernel's overlayfs; see
     test_merge.py."""
 
-    SEEDS = range(60)
+    SEEDS = range(25)
     # A link in the place of a directory above its own target: no order of entries expresses it.
-    UNSPEAKABLE = {18, 52}
+    UNSPEAKABLE = {18}
 
     def test_umoci_unpacks_what_overlayfs_shows(self):
         need("umoci", root=True)

@@ -20,7 +20,7 @@ import overlay
 import sequences
 import tree
 
-SEEDS = range(220)
+SEEDS = range(70)
 # The time limit of the reduction of a failing sequence.
 SHRINK_SECONDS = 40
 
