@@ -132,6 +132,14 @@ class WithSnapshotter(support.Scratch):
         [pool] = json.loads(bcow("pool", "list", "--json").out)["pools"]
         return pool
 
+    def image_and_upper(self, root):
+        """The image of the mount at a directory, as arguments, and its upper."""
+        device = os.stat(root).st_dev
+        [found] = [service for service in self.services()
+                   if device in [os.stat(at).st_dev for at in service["at"]]]
+        return ([found["image"], *(f"--layer={layer}" for layer in found["layers"])],
+                found["upper"])
+
     def pool_mounts(self):
         return json.loads(bcow("pool", "stats", "p", "--json").out)["mounts"]
 
@@ -798,6 +806,12 @@ class Containers(WithImage):
         changes = self.ctr("snapshots", "--snapshotter", "bcow", "diff", "three").out
         with tarfile.open(fileobj=io.BytesIO(changes)) as changed:
             self.assertIn("log", changed.getnames())
+        [three] = [info.name for info in client.List() if info.name.endswith("/three")]
+        image, upper = self.image_and_upper(client.Mounts(key=three).mounts[0].source)
+        layer = os.path.join(self.place, "three.bcow")
+        bcow("commit", *image, "--upper", upper, layer)
+        self.assertIn(b"more\n", bcow("cat", *image, f"--layer={layer}", "/log").out)
+        self.assertIn(b"A\t/log\tfile\n", bcow("diff", *image, "--upper", upper, check=False).out)
 
         def lines():
             return int(self.ctr("tasks", "exec", "--exec-id", "e", "three", "/bin/sh", "-c",

@@ -187,6 +187,31 @@ class Mounts(WithMounts):
         self.assertNotIn(place, read_text(f"/proc/{other.pid}/mounts"))
         support.until(lambda: not self.services(), "the process of the mount ends")
 
+    def test_changes_are_read_while_a_container_has_the_mount(self):
+        self.start_pool()
+        one = self.start()
+        self.image(one.client)
+        # The second mount has two layers.
+        for parent, name, options in (("p", "q", ()), ("q", "r", ("--pool", "p"))):
+            with self.subTest(options=options):
+                self.assertEqual(one.end(), 0)
+                one.options = options
+                one.start()
+                with self.mounted(one.client.Prepare(key="b", parent=parent)) as root:
+                    write_file(os.path.join(root, f"new-{name}"), name)
+                    support.overwrite(os.path.join(root, "large"), 1 << 19, name.encode() * 8)
+                    image, upper = self.image_and_upper(root)
+                    for at in (upper, os.path.join(os.path.dirname(upper), "root")):
+                        found = bcow("diff", *image, "--upper", at, check=False).out.decode()
+                        self.assertIn(f"A\t/new-{name}\tfile\n", found)
+                        self.assertRegex(found, r"(?m)^M\t/large\t.*content from byte 5242..$")
+                    flat = os.path.join(self.place, f"{name}.bcow")
+                    bcow("commit", *image, "--upper", upper, flat, "--flatten")
+                    with support.mounted(flat) as shown:
+                        support.assert_same_tree(self, root, shown)
+                one.client.Commit(name=name, key="b")
+                self.assert_only(one.client)
+
     def test_mounts_outlive_the_snapshotter(self):
         self.start_pool()
         one = self.start()
