@@ -1,4 +1,5 @@
-"""The commands of docs/runbook.md, run on the trouble that each section is about.
+"""The commands of docs/runbook.md, run on the trouble that each section is about; and the run of
+README.md.
 
 A test makes the trouble of a section, then runs the commands of the section's code blocks in their
 order, and compares their output with that of the page. `/srv` of the page is a directory of the
@@ -31,18 +32,17 @@ NUMBER = r"0x[0-9a-f]+|\d[\d,.]*\d|\d"
 QUANTITY = r"\d[\d,.]* (?:[KMG]iB|B|[num]s)\b"
 
 
-def sections():
-    """The commands of each section of the page, with their outputs."""
+def sections(page=os.path.join("docs", "runbook.md")):
+    """The commands of each section of a page, with their outputs."""
     found = {}
-    for text in re.split(r"^## ", read_text(os.path.join(TOP, "docs", "runbook.md")),
-                         flags=re.MULTILINE)[1:]:
+    for text in re.split(r"^## ", read_text(os.path.join(TOP, page)), flags=re.MULTILINE)[1:]:
         title, _, body = text.partition("\n")
         steps = []
         for block in re.findall(r"^```\n(.*?)^```$", body, re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", "").splitlines():
                 if line[:2] in ("# ", "$ "):
                     steps.append([line[2:], ""])
-                else:
+                elif steps:
                     steps[-1][1] += line + "\n"
         found[title] = steps
     return found
@@ -173,9 +173,12 @@ class Runbook(support.Scratch):
         names = {"/srv": self.srv}
         for name, value in others.items():
             names[name if name.isupper() else f"{name}.example.org"] = value
-        numbers = {}
         steps = sections()[title]
         self.assertGreaterEqual(len(steps), 2, "a command for the cause, and one for the cure")
+        self.run_steps(steps, names)
+
+    def run_steps(self, steps, names):
+        numbers = {}
         for command, expected in steps:
             tokens = "|".join(map(re.escape, names)) + r"|\d{4,}"
             command = re.sub(tokens, lambda found: {**numbers, **names}.get(found[0], found[0]),
@@ -302,7 +305,7 @@ class Runbook(support.Scratch):
         self.mount(upper=False)
         shutil.copy(self.original, self.at("new.bcow"))
         os.rename(self.at("new.bcow"), self.at("debian.bcow"))
-        self.follow("The image of a mount was replaced")
+        self.follow("Which image a mount shows, and whether it was replaced")
         self.assert_mounted()
         code, output = self.shell(f"bcow stats {self.at('mnt')}")
         self.assertNotIn("replaced", output)
@@ -392,6 +395,12 @@ class Runbook(support.Scratch):
         until(lambda: os.path.exists(self.at("other.sock")), "the other one serves")
         self.follow("bcow-snapshotter does not start")
         self.assertEqual(running.wait(TIMEOUT), 0)
+
+    def test_the_run_of_the_readme(self):
+        layout, tag = support.image("small")
+        os.rmdir(self.at("mnt"))
+        self.run_steps(sections("README.md")["One run"],
+                       {"oci:target/images/small:small": f"oci:{layout}:{tag}"})
 
     def test_each_section_has_a_test(self):
         followed = re.findall(r'self\.follow\("([^"]+)"', read_text(__file__))
