@@ -4,7 +4,6 @@ readers when it is full, shared by many processes, evicted, or deleted.
 The server is that of test_remote.py. Every command and every wait has a time limit.
 """
 
-import json
 import os
 import random
 import shutil
@@ -14,6 +13,7 @@ import tempfile
 import time
 
 import test_remote
+from schema import checked
 from support import assert_refused, assert_same_tree, overwrite, read_bytes, run, until, write_file
 
 TIMEOUT = test_remote.TIMEOUT
@@ -21,10 +21,10 @@ TIMEOUT = test_remote.TIMEOUT
 
 class Cache(test_remote.WebCase):
     def listed(self):
-        return json.loads(self.bcow("cache", "list", "--json").out)
+        return checked(self.bcow("cache", "list", "--json").out)
 
     def verified(self):
-        return json.loads(self.bcow("cache", "verify", "--json").out)
+        return checked(self.bcow("cache", "verify", "--json").out)
 
     def cached(self):
         (name,) = (name for name in os.listdir(self.cache) if name.endswith(".bcow"))
@@ -106,7 +106,7 @@ class Cache(test_remote.WebCase):
             self.bcow("cache", "prune", "--older-than", "1h")
             self.bcow("cache", "prune", "--limit", "1G")
             self.assertEqual(len(self.listed()["files"]), 1)
-            done = json.loads(self.bcow("cache", "prune", "--limit", "0", "--json").out)
+            done = checked(self.bcow("cache", "prune", "--limit", "0", "--json").out)
             self.assertEqual((done["removed_files"], done["held_bytes"]), (1, 0))
             self.assertEqual(os.listdir(self.cache), [])
 

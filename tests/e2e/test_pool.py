@@ -23,6 +23,7 @@ import threading
 import time
 import unittest
 
+import schema
 import test_ahead
 import test_remote
 import test_union_fsx
@@ -338,7 +339,7 @@ class Mounts(PoolCase):
             read = run("cat", os.path.join(place, "file0"), user=UNPRIVILEGED, timeout=TIMEOUT)
             self.assertEqual(read.out, self.files["file0"])
             bcow("pool", "restart", "mine", **options)
-            found = json.loads(bcow("pool", "stats", "mine", "--json", **options).out)
+            found = schema.checked(bcow("pool", "stats", "mine", "--json", **options).out)
         self.assertEqual(found["restarts"], 2)
         bcow("pool", "stop", "--force", "mine", **options)
         self.assert_ends(found["pid"])
@@ -775,6 +776,30 @@ class Uppers(PoolCase):
             return True
         except OSError as error:
             return error.errno != errno.ENOTCONN
+
+    def test_an_unmount_knows_what_the_next_process_has_stored(self):
+        need("strace")
+        for step in (lambda: self.bcow("pool", "restart", "pool"), self.kill):
+            where = self.change()
+            write_file(os.path.join(where, "new"), b"new")
+            # It has asked the process of the pool when it makes this call.
+            unmount = subprocess.Popen(
+                ["strace", "-qq", "-o", "/dev/null", "-e", "inject=umount2:delay_enter=1500000",
+                 BCOW, "umount", where], env={**os.environ, **self.env}, stderr=subprocess.PIPE)
+            children = f"/proc/{unmount.pid}/task/{unmount.pid}/children"
+
+            def has_asked(children=children):
+                with contextlib.suppress(OSError, IndexError):
+                    child = f"/proc/{read_text(children).split()[0]}/fd"
+                    links = (os.readlink(os.path.join(child, number))
+                             for number in os.listdir(child) if int(number) > 2)
+                    return any(link.startswith("pipe:") for link in links)
+
+            until(has_asked, "the question")
+            step()
+            _, error = unmount.communicate(timeout=TIMEOUT)
+            self.assertEqual((unmount.returncode, error), (0, b""))
+            self.assert_sound(self.mount("--upper", self.upper, image=self.programs, where=where))
 
     def test_image_that_was_replaced_ends_the_mount_and_frees_the_upper(self):
         image = self.path("own.bcow")

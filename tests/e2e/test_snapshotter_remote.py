@@ -13,6 +13,7 @@ import shutil
 import signal
 import unittest
 
+import schema
 import support
 from sequences import ocilib
 from support import bcow, need, read_bytes, read_text, run, skopeo_copy, write_file
@@ -171,8 +172,9 @@ class WithRegistry:
         cls.name = f"{cls.address}/team/image:1"
         bcow("convert", "--referrer", "--auth-file", cls.auth, f"oci:{layout.path}:image",
              f"docker://{cls.name}", env={"BCOW_CACHE": cls.path("unused")})
-        cls.resolved = bcow("inspect", "--resolve", "--auth-file", cls.auth, "--no-cache",
-                            f"docker://{cls.name}").out.decode().strip()
+        resolved = bcow("inspect", "--resolve", "--json", "--auth-file", cls.auth, "--no-cache",
+                        f"docker://{cls.name}")
+        cls.resolved = schema.checked(resolved.out)["name"]
 
     def start(self, *options):
         return super().start("--auth-file", self.auth, *options)
