@@ -11,7 +11,7 @@ from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bc
 class Sources(Scratch):
     @classmethod
     def setUpClass(cls):
-        need("umoci", "skopeo", "tar", root=True, fuse=True)
+        need("umoci", "skopeo", "tar", "zstd", root=True, fuse=True)
         super().setUpClass()
         cls.use_image("small")
         cls.image = cls.path("image.bcow")
@@ -57,10 +57,16 @@ class Sources(Scratch):
     def test_docker_archive_by_skopeo(self):
         self.skopeo(f"docker-archive:{self.path('docker.tar')}:example/small:latest")
         self.check(f"docker-archive:{self.path('docker.tar')}")
-        with subprocess.Popen(["gzip", "-1c", self.path("docker.tar")],
-                              stdout=subprocess.PIPE) as packer:
-            self.check("-", stdin=packer.stdout)
-        self.assertEqual(packer.returncode, 0)
+        for program in ("gzip", "zstd"):
+            with subprocess.Popen([program, "-1c", self.path("docker.tar")],
+                                  stdout=subprocess.PIPE) as packer:
+                bcow("convert", "-", self.image, stdin=packer.stdout)
+            self.assertEqual(packer.returncode, 0)
+            bcow("diff", converted("small")[0], self.image)
+        with open(self.path("docker.tar"), "rb") as archive:
+            stack = f"oci:{self.path('piped')}:tag"
+            bcow("convert", "-", stack, stdin=archive)
+        bcow("diff", self.image, stack)
 
     def tar(self, *options):
         return subprocess.Popen(["tar", "--create", "--format=pax", "--xattrs",
