@@ -53,6 +53,15 @@ def conversions(args):
         ("mksquashfs, zstd 3, from a directory",
          ["mksquashfs", str(args.tree), f"{out}.sqfs", "-quiet", "-no-progress", "-comp", "zstd",
           "-Xcompression-level", "3", "-noappend"], f"{out}.sqfs"),
+        ("sqfstar, zstd 3",
+         ["sh", "-c", "exec sqfstar -quiet -no-progress -comp zstd -Xcompression-level 3 "
+                      f"{out}.sqfs < {tar}"], f"{out}.sqfs"),
+        ("nydus-image, zstd, chunks of 1 MiB",
+         ["nydus-image", "create", "--type", "tar-rafs", "--compressor", "zstd", "--chunk-size",
+          "0x100000", "--bootstrap", f"{out}.boot", "--blob", f"{out}.blob", tar], f"{out}.blob"),
+        ("tar2ext4, then qemu-img convert -c, zstd",
+         ["sh", "-c", f"tar2ext4 -i {tar} -o {out}.ext4 && exec qemu-img convert -c -O qcow2 "
+                      f"-o compression_type=zstd {out}.ext4 {out}.qcow2"], f"{out}.qcow2"),
         ("mkfs.erofs, " + args.erofs_codec + ", from a directory",
          ["mkfs.erofs", f"-z{args.erofs_codec}", "-C65536", "--quiet", NO_ODD_NAMES, f"{out}.erofs",
           str(args.tree)], f"{out}.erofs"),
@@ -251,8 +260,8 @@ def main():
     codecs = subprocess.run(["mkfs.erofs", "--help"], capture_output=True, text=True)
     args.erofs_codec = "zstd,level=3" if "zstd" in codecs.stdout + codecs.stderr else "lz4hc"
     args.layers = layer_files(args.layout)
-    for tool in ("zstd", "mksquashfs", "mkfs.erofs", "umoci", "squashfuse_ll", "erofsfuse",
-                 "fuse-overlayfs"):
+    for tool in ("zstd", "mksquashfs", "sqfstar", "nydus-image", "tar2ext4", "qemu-img",
+                 "mkfs.erofs", "umoci", "squashfuse_ll", "erofsfuse", "fuse-overlayfs"):
         if not have(tool):
             print(f"not installed, left out: {tool}")
     print(f"{machine()}, {os.path.getsize(args.tar) / 1e6:.0f} MB of tar")
