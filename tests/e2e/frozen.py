@@ -50,6 +50,7 @@ DOCUMENTS = {
     "create-alone": "create -s 1M made/alone.bcow",
     "create-ext4": "create -b image.bcow --fs ext4 made/fs.bcow --backing-dir .",
     "export-layout": "export image.bcow --to oci:made/exported:tag",
+    "convert-containerd-cache": "convert oci:made/exported:tag containerd-cache:made/cache",
     "export-raw": "export disk.bcow --to raw -o made/raw",
     "copy-file": "copy image.bcow made/x.bcow",
     "fsck-upper": "fsck upper image.bcow", "fork-upper": "fork upper made/upper",
@@ -196,6 +197,8 @@ def documents(here):
 
     for name, command in DOCUMENTS.items():
         yield name, document(*command.split(), check=not name.startswith("diff"))
+    shown = bcow("convert", "--progress", "json", "image.bcow", "made/shown.bcow", cwd=here).err
+    yield "progress", json.loads(shown.splitlines()[-1])
     with mounted(f"{here}/image.bcow", "--upper", f"{here}/upper") as where:
         read_text(f"{where}/etc/config")
         yield "stats", document("stats", where)
