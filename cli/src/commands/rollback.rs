@@ -1,7 +1,7 @@
 //! `bcow rollback`
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bcow_convert::{roll_back, roll_back_upper};
@@ -11,13 +11,13 @@ use bcow_images::readable_upper::refuse_temporary;
 use bcow_images::target::Target;
 use bcow_images::upper::RETRY_PAUSE;
 use bcow_mounts::umount;
-use bcow_pool::client;
+use bcow_pool::{PoolName, client};
 use serde_json::json;
 
 use super::mount;
 use crate::error::{CommandError, Context, exit};
 use crate::image::StoreArgs;
-use crate::running::{self, Service};
+use crate::running;
 use crate::ui::Ui;
 
 /// How long the process of a mount may take to end, for example because the mount is also in
@@ -43,8 +43,8 @@ pub struct Args {
     /// First make the present content of the disk its snapshot NAME2
     #[arg(long, value_name = "NAME2")]
     keep: Option<String>,
-    /// Unmount DIR first, and mount it again afterwards with the same command line. Not supported
-    /// yet for a mount in a pool, and for one of --foreground
+    /// Unmount DIR first, and mount it again afterwards with the same command line; not for a mount
+    /// of --foreground
     #[arg(long)]
     restart: bool,
     /// Print JSON (schema bcow.rollback/1)
@@ -59,7 +59,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let (disk, name, keep) = (&args.disk, &args.name, args.keep.as_deref());
     keep.map_or(Ok(()), refuse_temporary)?;
     let target = Target::of(disk)?;
-    let mounted = args.restart.then(|| Mounted::at(disk)).transpose()?;
+    let mounted = args.restart.then(|| Mounted::at(disk, ui)).transpose()?;
     if let Some(mounted) = &mounted {
         umount::unmount(&mounted.at, false, client::answers, ui)?;
     }
@@ -117,30 +117,34 @@ struct Mounted {
 }
 
 impl Mounted {
-    fn at(name: &Name) -> Result<Self, CommandError> {
+    fn at(name: &Name, ui: &Ui) -> Result<Self, CommandError> {
         let path = name.path().unwrap_or(name.shown());
         let cannot = || format!("cannot restart {}", name.display());
         let at = path.canonicalize().context(cannot)?;
         let because = |cause: &str| CommandError::new(cannot()).caused_by_text(cause);
         let (pid, mount) =
             running::mount_at(&at).ok_or_else(|| because("it is no mount of bcow"))?;
-        let directory = match mount {
-            Service { pool: Some(_), .. } => Err("the mount is in a pool"),
-            Service {
-                directory: None, ..
-            } => Err("the mount runs in the foreground"),
-            Service {
-                directory: Some(directory),
-                ..
-            } => Ok(directory),
+        let (command_line, directory) = match (&mount.pool, &mount.directory) {
+            (Some(pool), _) => {
+                let pool: PoolName = pool.parse().map_err(|cause: String| because(&cause))?;
+                client::command_line(&pool, mount.device.as_deref().unwrap_or_default(), ui)?
+            }
+            (None, Some(directory)) => {
+                let command_line = running::arguments(pid).context(cannot)?;
+                (command_line, PathBuf::from(directory))
+            }
+            (None, None) => {
+                return Err(because(
+                    "the mount runs in the foreground, and only the program that started it can \
+                     start it again",
+                )
+                .hint("unmount it, roll back its upper or disk, and mount it again"));
+            }
         };
-        let directory = directory.map_err(|cause| {
-            because(cause).hint("unmount it, roll back its upper or disk, and mount it again")
-        })?;
         Ok(Mounted {
             at,
-            command_line: running::arguments(pid).context(cannot)?,
-            directory: Path::new(&directory).to_owned(),
+            command_line,
+            directory,
         })
     }
 

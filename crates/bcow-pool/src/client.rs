@@ -1,9 +1,10 @@
 //! Requests to a pool.
 
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bcow_images::error::{CommandError, Context, exit};
@@ -21,6 +22,7 @@ use serde_json::Value;
 use crate::asked::Asked;
 use crate::directory::Directory;
 use crate::protocol::{self, Answer, Hello, MAX_ANSWER_BYTES, Outcome, Request, View};
+use crate::stats::Document;
 
 /// How long a pool may take to say hello.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -141,6 +143,31 @@ pub fn mount(name: &PoolName, args: &MountArgs, ui: &dyn Messages) -> Result<(),
         view: View::own().context(cannot)?,
     };
     require(name)?.ask(&request, ui).map(drop)
+}
+
+/// The statistics of a pool.
+pub fn statistics(name: &PoolName, ui: &dyn Messages) -> Result<Document, CommandError> {
+    let answer = require(name)?.ask(&Request::Stats, ui)?;
+    serde_json::from_value(answer)
+        .context(|| format!("the statistics of the pool {name} are invalid"))
+}
+
+/// The command line of the mount with this device number in a pool, and the directory to which its
+/// paths are relative.
+pub fn command_line(
+    name: &PoolName,
+    device: &str,
+    ui: &dyn Messages,
+) -> Result<(Vec<OsString>, PathBuf), CommandError> {
+    let mut mounts = statistics(name, ui)?.mounts.into_iter();
+    let mount = mounts.find(|mount| mount.device.as_deref() == Some(device));
+    let asked = mount.and_then(|mount| mount.asked).ok_or_else(|| {
+        CommandError::new(format!(
+            "the pool {name} does not know the command line of the mount"
+        ))
+    })?;
+    let arguments = asked.arguments.into_iter().map(OsString::from);
+    Ok((arguments.collect(), OsString::from(asked.directory).into()))
 }
 
 /// The pools of this user that have a socket, by name. A killed pool may have left its socket.

@@ -407,23 +407,28 @@ impl Pool {
     }
 
     /// The statistics of the mounts, without the lock: they take time.
-    fn documents(&self) -> Vec<(Service, bcow_fuse::stats::Document)> {
-        let mounts: Vec<(Service, Weak<MountStats>)> = {
+    fn documents(&self) -> Vec<(Service, Option<Asked>, bcow_fuse::stats::Document)> {
+        let mounts: Vec<_> = {
             let state = self.state();
             let mounts = state.mounts.values();
             mounts
-                .map(|entry| (entry.service.clone(), Weak::clone(&entry.stats)))
+                .map(|entry| {
+                    let asked = entry.kept.as_ref().map(|kept| kept.asked.clone());
+                    (entry.service.clone(), asked, Weak::clone(&entry.stats))
+                })
                 .collect()
         };
         let documents = mounts.into_iter();
         documents
-            .filter_map(|(service, stats)| Some((service, stats.upgrade()?.document())))
+            .filter_map(|(service, asked, stats)| {
+                Some((service, asked, stats.upgrade()?.document()))
+            })
             .collect()
     }
 
     /// The metrics of the pool and of its mounts at this moment.
     pub fn for_prometheus(&self) -> String {
-        let mounts: Vec<_> = self.documents().into_iter().map(|(_, one)| one).collect();
+        let mounts: Vec<_> = self.documents().into_iter().map(|one| one.2).collect();
         let resident = number("/proc/self/status", "VmRSS:").unwrap_or(0) << 10;
         #[rustfmt::skip]
         let figures = [
@@ -439,7 +444,8 @@ impl Pool {
     }
 
     fn statistics(&self) -> Document {
-        let mounts = self.documents().into_iter().map(|(service, document)| {
+        let documents = self.documents().into_iter();
+        let mounts = documents.map(|(service, asked, document)| {
             let requests = document.operations.iter().map(|operation| operation.count);
             Mount {
                 requests: requests.sum(),
@@ -450,6 +456,7 @@ impl Pool {
                 mode: service.mode,
                 device: service.device,
                 since_unix_seconds: service.since,
+                asked,
             }
         });
         Document {

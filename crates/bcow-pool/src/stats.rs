@@ -3,6 +3,8 @@
 use bcow::CacheFigures;
 use serde::{Deserialize, Serialize};
 
+use crate::asked::Asked;
+
 /// The statistics of a pool.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Document {
@@ -53,6 +55,9 @@ pub struct Mount {
     pub requests: u64,
     /// Errors since the mount.
     pub errors: u64,
+    /// The command that made it, if the pool can repeat it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub asked: Option<Asked>,
 }
 
 /// The schema of [`Document`].

@@ -2,10 +2,8 @@
 
 use bcow_pool::PoolName;
 use bcow_pool::client;
-use bcow_pool::protocol::Request;
-use bcow_pool::stats::Document;
 
-use crate::error::{CommandError, Context};
+use crate::error::CommandError;
 use crate::names::printable;
 use crate::size::{Count, Human, plural};
 use crate::ui::{Ui, cache_line};
@@ -25,12 +23,10 @@ pub struct Args {
 
 /// Prints the statistics.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let answer = client::require(&args.name)?.ask(&Request::Stats, ui)?;
+    let document = client::statistics(&args.name, ui)?;
     if args.json {
-        return ui.print_json(&answer);
+        return ui.print_json(&document);
     }
-    let document: Document = serde_json::from_value(answer)
-        .context(|| format!("the statistics of the pool {} are invalid", args.name))?;
     let mut out = ui.output();
     let restarts = match document.restarts {
         0 => String::new(),
