@@ -119,14 +119,37 @@ class Writable:
                    for path, _, names in os.walk(self.upper) for name in names)
 
 
-class Containers(support.Scratch):
+def run_in_runc(directory, where, script, *binds):
+    """Runs a script as root of a container on a directory; returns its output. The container has
+    Docker's capabilities and only a network of its own. Its bundle is below `directory`."""
+    bundle = tempfile.mkdtemp(prefix="bundle-", dir=directory)
+    run("runc", "spec", "--bundle", bundle)
+    config = os.path.join(bundle, "config.json")
+    spec = read_json(config)
+    process = spec["process"]
+    process.update(terminal=False, args=["/bin/sh", "-ec", script], capabilities={
+                       kind: CAPABILITIES for kind in ("bounding", "effective", "permitted")})
+    process["env"] = ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C.UTF-8"]
+    spec["root"] = {"path": where, "readonly": False}
+    for source, inside, *options in binds:
+        spec["mounts"].append({"destination": inside, "type": "bind", "source": source,
+                               "options": ["rbind", *options]})
+    write_file(config, json.dumps(spec))
+    try:
+        return run("runc", "--root", os.path.join(bundle, "state"), "run", "--bundle", bundle,
+                   os.path.basename(bundle), timeout=300).out.decode()
+    finally:
+        shutil.rmtree(bundle, ignore_errors=True)
+
+
+class WithMounts(support.Scratch):
+    """Writable mounts of the real image."""
+
     @classmethod
     def setUpClass(cls):
-        need("runc", "podman", "conmon", root=True, fuse=True)
+        need("runc", root=True, fuse=True)
         super().setUpClass()
         cls.image, _ = converted("real")
-        with support.mounted(cls.image) as root:
-            cls.packages = packages(root)
 
     @contextlib.contextmanager
     def writable(self, made=None, kind="fuse"):
@@ -142,27 +165,17 @@ class Containers(support.Scratch):
                 subprocess.run(["umount", "-l", one.where], check=False)
             shutil.rmtree(directory, ignore_errors=True)
 
+
+class Containers(WithMounts):
+    @classmethod
+    def setUpClass(cls):
+        need("podman", "conmon")
+        super().setUpClass()
+        with support.mounted(cls.image) as root:
+            cls.packages = packages(root)
+
     def runc(self, where, script, *binds):
-        """Runs a script as root of a container on a directory; returns its output. The container
-        has Docker's capabilities and only a network of its own."""
-        bundle = tempfile.mkdtemp(prefix="bundle-", dir=self.directory)
-        run("runc", "spec", "--bundle", bundle)
-        config = os.path.join(bundle, "config.json")
-        spec = read_json(config)
-        process = spec["process"]
-        process.update(terminal=False, args=["/bin/sh", "-ec", script], capabilities={
-                           kind: CAPABILITIES for kind in ("bounding", "effective", "permitted")})
-        process["env"] = ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C.UTF-8"]
-        spec["root"] = {"path": where, "readonly": False}
-        for source, inside, *options in [(self.packages, "/mnt", "ro"), *binds]:
-            spec["mounts"].append({"destination": inside, "type": "bind", "source": source,
-                                   "options": ["rbind", *options]})
-        write_file(config, json.dumps(spec))
-        try:
-            return run("runc", "--root", os.path.join(bundle, "state"), "run", "--bundle", bundle,
-                       os.path.basename(bundle), timeout=300).out.decode()
-        finally:
-            shutil.rmtree(bundle, ignore_errors=True)
+        return run_in_runc(self.directory, where, script, (self.packages, "/mnt", "ro"), *binds)
 
     def podman(self, where, script):
         """The same by podman, with podman's default setup."""

@@ -4,15 +4,20 @@ The registry is Debian's docker-registry with TLS and a password, the web server
 test_remote, and skopeo is the peer. Every command and every wait has a time limit.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import sys
 import tempfile
+import unittest.mock
 
 from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, blob_path, blobs_of,
-                     digest_in, mounted, overwrite, read_bytes, read_text, run, write_file)
+                     digest_in, is_mounted, mounted, need, overwrite, read_bytes, read_text, run,
+                     write_file)
 import test_registries
 from test_remote import Server
+import tree
 from web import tls
 
 TIMEOUT = 240
@@ -171,6 +176,68 @@ class Copies(test_registries.WithRegistry):
         # The layers are in the repository of the base already.
         self.assertLess(self.copied("--store", self.layout, merged, self.name("base", "merged")),
                         4 << 20)
+
+    def test_a_snapshot_is_pushed_and_forked_elsewhere(self):
+        need("setpriv")
+        self.copy(f"oci:{self.layout}:tag", self.name("work", "base"))
+        self.env["BCOW_VIEWS"] = self.at("views")
+        for driver in "fuse", "kernel":
+            with self.subTest(driver=driver):
+                self.push_and_fork(driver)
+
+    def push_and_fork(self, driver):
+        base, made = f"oci:{self.layout}:tag", self.at(f"{driver}.bcow")
+        with (unittest.mock.patch.dict(os.environ, self.env),
+              mounted(base, "--upper", self.at(driver), "--driver", driver) as where):
+            write_file(os.path.join(where, "root", "step"), "7\n")
+            overwrite(os.path.join(where, "etc", "passwd"), 0, b"R")
+            os.unlink(os.path.join(where, "etc", "motd"))
+            bcow("snapshot", where, "step-7", timeout=TIMEOUT)
+            expected = tree.dump(where)
+            write_file(os.path.join(where, "root", "step"), "8\n")
+            bcow("commit", base, "--upper", f"{where}@step-7", "--merge", made, timeout=TIMEOUT)
+        name = self.name("work", driver)
+        # The registry has the layers of the base.
+        self.assertLess(self.copied("--store", self.layout, made, name), 4 << 20)
+        with self.elsewhere(name, driver) as (where, cache, run_there):
+            self.assertEqual(run_there("cat", f"{where}/root/step").out, b"7\n")
+            fetched = sum(file.stat().st_blocks * 512 for file in os.scandir(cache))
+            self.assertLess(fetched, sum(map(os.path.getsize, blobs_of(self.layout).values())) // 4)
+            shown = run_there(sys.executable, tree.__file__, "dump", where).out.splitlines()
+            assert_same_tree(self, expected, {entry["path"]: entry
+                                              for entry in map(json.loads, shown)})
+            run_there("sh", "-c", f"echo changed >{where}/tmp/new")
+
+    @contextlib.contextmanager
+    def elsewhere(self, name, driver):
+        """A mount of an image with an upper, with another cache and, with the FUSE driver, of an
+        ordinary user. Gives its place, its cache, and a function that runs a command as its user,
+        who may read all files."""
+        user = UNPRIVILEGED if driver == "fuse" else 0
+        home = tempfile.mkdtemp(prefix="bcow-fork-", dir="/var/tmp")
+        where, cache = os.path.join(home, "mnt"), os.path.join(home, "cache")
+        env = {**self.env, "HOME": home, "TMPDIR": home, "BCOW_CACHE": cache}
+        for variable in "SSL_CERT_FILE", "REGISTRY_AUTH_FILE":
+            env[variable] = shutil.copy(env[variable], home)
+            os.chmod(env[variable], 0o644)
+        os.mkdir(where)
+        for path in home, where:
+            os.chown(path, user, user)
+
+        def run_there(*command):
+            rights = "+dac_read_search,+sys_admin"
+            return run("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups",
+                       f"--inh-caps={rights}", f"--ambient-caps={rights}", *command,
+                       timeout=TIMEOUT)
+        try:
+            bcow("mount", name, where, "--upper", os.path.join(home, "upper"), "--driver", driver,
+                 env=env, user=user, timeout=TIMEOUT)
+            yield where, cache, run_there
+            bcow("umount", where, env=env, user=user, timeout=TIMEOUT)
+        finally:
+            if is_mounted(where):
+                run("umount", "-l", where, timeout=TIMEOUT)
+            shutil.rmtree(home)
 
     def test_damaged_source_is_an_error_and_leaves_nothing(self):
         layout, target = self.at("damaged"), self.at("target")

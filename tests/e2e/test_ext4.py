@@ -154,11 +154,13 @@ class Ext4(Scratch):
         run("dpkg-deb", "--root-owner-group", "--build", root, file)
         return file
 
-    def test_a_virtual_machine_has_the_image_as_its_root(self):
+    def test_a_virtual_machine_has_a_fork_of_a_served_disk_as_its_root(self):
         vm.need()
-        disk = self.create(self.image)
+        first, disk = self.create(self.image), self.path("fork.bcow")
         with tempfile.TemporaryDirectory(prefix="nbd-") as short:
             socket = os.path.join(short, "s")
+            with served(first, "--socket", socket):
+                bcow("fork", first, disk)
             with served(disk, "--socket", socket):
                 said = vm.boot_root(f"nbd:unix:{socket}:exportname={os.path.basename(disk)}",
                                     GUEST, [self.package()])

@@ -3,6 +3,7 @@ are e2fsck, and the trees as they were when the snapshots were taken."""
 
 import contextlib
 import json
+import mmap
 import os
 import random
 import re
@@ -18,20 +19,12 @@ from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, need,
                      run, until, write_file)
 from test_kernel_driver import KILLS, SECONDS, SEED
 from test_kernel_upper import KernelUpper
-from test_snapshots import SOME, snapshots
+from test_snapshots import SOME, killed_at, request, snapshots
 import tree
 
-STEPS = int(os.environ.get("BCOW_STEPS", "30"))
 # The system calls of a command that change files. A fork also makes directories.
 CHANGES = ("pwrite64,fsync,fdatasync,linkat,renameat2,unlink,fchmod,mkdir,rename,"
            "ftruncate").split(",")
-
-
-def killed_at(kind, call, command):
-    """Runs a command that is killed in front of a system call. Returns whether it ended itself."""
-    killed = run("strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}", "-e",
-                 f"inject={kind}:signal=SIGKILL:when={call}", support.BCOW, *command, check=False)
-    return killed.code == 0
 
 
 class Snapshots(KernelUpper):
@@ -64,14 +57,25 @@ class Snapshots(KernelUpper):
             file.seek(self.random.randrange(100_000))
             file.write(self.random.randbytes(5000))
 
+    @contextlib.contextmanager
+    def raw(self, disk):
+        """A disk as a raw file, for the length of a with block."""
+        raw = self.path("disk.raw")
+        bcow("convert", "--backing-dir", self.dir, disk, f"raw:{raw}", timeout=SECONDS)
+        try:
+            yield raw
+        finally:
+            os.unlink(raw)
+
+    def needs_replay(self, disk):
+        with self.raw(disk) as raw:
+            return b"needs_recovery" in run("dumpe2fs", "-h", raw).out
+
     def assert_sound(self, upper, name):
         """The ext4 of a snapshot has no error, and no log to replay."""
-        raw = self.path("snapshot.raw")
-        bcow("convert", "--backing-dir", self.dir, f"{self.disk(upper)}@{name}", f"raw:{raw}",
-             timeout=SECONDS)
-        self.assertNotIn(b"needs_recovery", run("dumpe2fs", "-h", raw).out)
-        self.assertEqual(run("e2fsck", "-fn", raw, timeout=SECONDS).code, 0)
-        os.unlink(raw)
+        with self.raw(f"{self.disk(upper)}@{name}") as raw:
+            self.assertNotIn(b"needs_recovery", run("dumpe2fs", "-h", raw).out)
+            run("e2fsck", "-fn", raw, timeout=SECONDS)
 
     @contextlib.contextmanager
     def shown(self, upper):
@@ -141,64 +145,7 @@ class AtRest(Snapshots):
             assert_refused(self, bcow(*command, check=False), mention)
         assert_refused(self, bcow("snapshot", self.upper, "a/b", check=False),
                        "the name of a snapshot", code=2)
-        self.assertEqual([name for name in os.listdir(self.dir) if name.startswith(".bcow")], [])
-
-    @promise("A fork shows the content of its snapshot. What is written to the fork does not "
-             "change the snapshot, the disk or another fork.",
-             "A rollback is one step: a disk has its content or that of the snapshot. With "
-             "`--keep`, no content is lost.",
-             "The removal of a snapshot changes the content of no disk and of no other snapshot.")
-    def test_random_steps_agree_with_recorded_trees(self):
-        self.begin()
-        self.umount(self.where)
-        with self.shown(self.upper) as where:
-            uppers = {self.upper: tree.dump(where)}
-        taken = {}
-        for step in range(STEPS):
-            upper = self.random.choice(sorted(uppers))
-            names = sorted(name for of, name in taken if of == upper)
-            kind = self.random.choice(["change", "snapshot", "live", "fork", "rollback", "remove"])
-            with self.subTest(step=step, kind=kind):
-                if kind in ("change", "live"):
-                    with self.shown(upper) as where:
-                        self.change(where)
-                        uppers[upper] = tree.dump(where)
-                        if kind == "live":
-                            bcow("snapshot", self.random.choice([upper, where]), f"s{step}")
-                            taken[upper, f"s{step}"] = uppers[upper]
-                            self.change(where)
-                            uppers[upper] = tree.dump(where)
-                elif kind == "snapshot":
-                    bcow("snapshot", upper, f"s{step}")
-                    taken[upper, f"s{step}"] = uppers[upper]
-                elif kind == "fork" and names:
-                    name, new = self.random.choice(names), self.upper_path(f"u{step}")
-                    bcow("fork", f"{upper}@{name}", new)
-                    uppers[new] = taken[upper, name]
-                    # With the history of the snapshot.
-                    for older in snapshots(new):
-                        taken[new, older] = taken[upper, older]
-                elif kind == "rollback" and names:
-                    name = self.random.choice(names)
-                    keep = ["--keep", f"k{step}"] if self.random.random() < 0.5 else []
-                    bcow("rollback", upper, name, *keep)
-                    if keep:
-                        taken[upper, f"k{step}"] = uppers[upper]
-                    uppers[upper] = taken[upper, name]
-                elif kind == "remove" and names:
-                    name = self.random.choice(names)
-                    removed = bcow("snapshot", "rm", upper, name, check=False)
-                    if removed.code == 0:
-                        del taken[upper, name]
-                    else:
-                        self.assertRegex(removed.err, b"it is the backing of|forks have too")
-                self.assert_shows(upper, uppers[upper])
-        for upper, expected in uppers.items():
-            self.assert_shows(upper, expected)
-            self.assert_upper_clean(upper)
-        for (upper, name), expected in taken.items():
-            self.assert_sound(upper, name)
-            self.assert_fork_shows(name, expected, upper)
+        self.nothing_is_left()
 
     @promise("If the command is killed at any moment, the disk has its content under its name, and "
              "the snapshot is complete or absent.")
@@ -231,7 +178,10 @@ class AtRest(Snapshots):
             self.assertEqual(results, {False, True}, command)
         # The next fork removes what killed ones have left.
         bcow("fork", f"{self.upper}@old", fork)
-        self.assertEqual([name for name in os.listdir(self.dir) if name.startswith(".bcow")], [])
+        self.nothing_is_left()
+
+    def nothing_is_left(self):
+        self.assertEqual([name for name in os.listdir(self.dir) if name.startswith(".")], [])
 
     def check_killed(self, command, old, new, fork):
         """Whether the killed command had its effect."""
@@ -270,6 +220,24 @@ class AtRest(Snapshots):
         refused = bcow("fork", f"{self.upper}@one", self.upper_path("fork"), check=False)
         assert_refused(self, refused, "another user can write it")
         self.assertFalse(os.path.exists(self.upper_path("fork")))
+
+    def test_a_snapshot_that_was_replaced_is_not_merged(self):
+        other = self.upper_path("other")
+        for upper in (self.upper, other):
+            self.begin(upper)
+            self.change()
+            shown = tree.dump(self.where)
+            self.umount(self.where)
+            bcow("snapshot", upper, "one")
+        one, of_other = (f"{self.disk(upper)}@one" for upper in (self.upper, other))
+        os.rename(one, self.path("one"))
+        shutil.copyfile(of_other, one)
+        refused = bcow("snapshot", "rm", self.upper, "one", check=False)
+        assert_refused(self, refused, "disk.bcow@one is not the file")
+        os.rename(self.path("one"), one)
+        bcow("snapshot", "rm", self.upper, "one")
+        bcow("snapshot", "rm", other, "one")
+        self.assert_shows(other, shown)
 
 
 class Live(Snapshots):
@@ -364,15 +332,24 @@ class Live(Snapshots):
                 os.sync()
                 expected = tree.dump(self.where)
                 [pid] = self.processes()
-                asked = self.ask_and_kill(pid)
+                [service] = self.services()
+                # Only the process can take it.
+                lock = os.path.join(upper, ".bcow", "lock")
+                with request(service["control"], lock, "one") as answer:
+                    time.sleep(self.random.uniform(0, 0.1))
+                    os.kill(pid, signal.SIGKILL)
+                    answered = b""
+                    with contextlib.suppress(ConnectionResetError):
+                        answered = answer.read()
                 self.umount_killed(self.where)
                 self.assert_ended()
-                taken = snapshots(upper)
-                if asked == 0:
-                    self.assertEqual(list(taken), ["one"])
+                taken = list(snapshots(upper))
+                self.assertIn(taken, ([], ["one"]))
+                if answered:
+                    self.assertEqual((answered, taken), (b'"done"\n', ["one"]))
+                if taken:
+                    self.assert_sound(upper, "one")
                 self.assert_shows(upper, expected)
-                # It needs a replay if the process ended before it had the request: the command
-                # took it of the upper that was left.
                 if taken:
                     self.assert_fork_shows("one", expected, upper)
                 bcow("fsck", "--data", upper)
@@ -388,6 +365,32 @@ class Live(Snapshots):
         writer.end()
         self.end(self.where)
         self.assert_upper_clean()
+
+    @promise("If the process of the mount was killed, also before it had the request of the "
+             "command, the snapshot is that of the upper which is left, and needs the replay that "
+             "this upper needs.")
+    def test_after_a_kill_the_snapshot_needs_the_replay_that_the_upper_needs(self):
+        self.begin()
+        self.change()
+        os.sync()
+        expected = tree.dump(self.where)
+        [pid] = self.processes()
+        os.kill(pid, signal.SIGKILL)
+        self.umount_killed(self.where)
+        self.assert_ended()
+        bcow("snapshot", self.upper, "killed")
+        for disk in (self.disk(), f"{self.disk()}@killed"):
+            self.assertTrue(self.needs_replay(disk))
+        bcow("commit", self.image, "--upper", f"{self.upper}@killed", "--flatten",
+             self.path("killed.bcow"))
+        with support.mounted(self.path("killed.bcow")) as where:
+            assert_same_tree(self, expected, where)
+        self.assert_fork_shows("killed", expected)
+        self.assert_shows(self.upper, expected)
+        # That mount has replayed the log.
+        bcow("snapshot", self.upper, "replayed")
+        self.assert_sound(self.upper, "replayed")
+        self.assertTrue(self.needs_replay(f"{self.disk()}@killed"))
 
     @promise("If there is no space for the new disk, the command fails, and the mount continues as "
              "before.")
@@ -463,9 +466,13 @@ class Live(Snapshots):
                 bcow("pool", "restart", pool)
             until(lambda: set(self.processes()) not in ({pid}, set()), "the next process")
             assert_same_tree(self, last, self.where)
+        expected["last"] = last
+        bcow("rollback", self.where, "s1", "--keep", "last", "--restart")
+        assert_same_tree(self, expected["s1"], self.where)
+        self.assertIn(pool, [one["pool"] for one in self.services()])
         self.umount(self.where)
         self.assert_upper_clean()
-        self.assert_shows(self.upper, last)
+        self.assert_shows(self.upper, expected["s1"])
         for name, dump in expected.items():
             self.assert_sound(self.upper, name)
             self.assert_fork_shows(name, dump)
@@ -490,6 +497,36 @@ class Live(Snapshots):
                 self.umount(self.where)
                 self.assert_upper_clean(upper)
                 self.assert_shows(upper, last)
+
+    def test_the_new_disk_of_a_killed_snapshot_is_kept_by_all_later_processes(self):
+        """The process is killed when the new disk has its name, before the supervisor has it."""
+        pool = f"snap{self.tag}"
+        bcow("pool", "start", pool)
+        self.addCleanup(bcow, "pool", "stop", pool, "--force", check=False)
+        self.begin(None, None, "--pool", pool)
+        path = os.path.join(self.where, "direct")
+        write_file(path, bytes(1 << 20))
+        file = os.open(path, os.O_RDWR | os.O_DIRECT)
+        self.addCleanup(os.close, file)
+        os.fsync(file)
+        [pid] = set(self.processes())
+        tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(pid), "-e",
+                                   "inject=sendmsg:signal=SIGKILL:when=1"])
+        until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{pid}/status"), "strace")
+        self.assertNotEqual(bcow("snapshot", self.where, "one", check=False).code, 0)
+        tracer.wait(timeout=SECONDS)
+        written, read = mmap.mmap(-1, 1 << 20), mmap.mmap(-1, 1 << 20)
+        for _ in range(2):
+            until(lambda: set(self.processes()) not in ({pid}, set()), "the next process")
+            [pid] = set(self.processes())
+            written[:] = self.random.randbytes(1 << 20)
+            # The disk has it, and is not flushed.
+            os.pwrite(file, written, 0)
+            os.kill(pid, signal.SIGKILL)
+            os.preadv(file, [read], 0)
+            self.assertTrue(read[:] == written[:])
+        until(lambda: set(self.processes()) not in ({pid}, set()), "the next process")
+        self.assertEqual(set(snapshots(self.upper)), {"one"})
 
 
 class Writer:

@@ -9,18 +9,17 @@ import os
 import random
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import threading
 
-import subjects
 import support
 import test_union_rootless
 from promises import promise
 from support import (BCOW, UNPRIVILEGED, assert_refused, assert_same_tree, bcow, is_mounted, need,
                      read_bytes, run, tree, until, write_file)
+from test_snapshots import killed_at, request
 from union import UnionCase
 
 ROUNDS = int(os.environ.get("BCOW_ROUNDS", "3"))
@@ -254,9 +253,7 @@ class AtRest(UpperCase):
                 for call in SOME:
                     os.mkdir(copy)
                     run("cp", "-a", self.upper, of_copy)
-                    killed = run("strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}",
-                                 "-e", f"inject={kind}:signal=SIGKILL:when={call}", BCOW, *command,
-                                 check=False)
+                    ended = killed_at(kind, call, command)
                     with self.subTest(command=command[:2], kind=kind, call=call):
                         found.add(check())
                         # What was left is removed.
@@ -267,7 +264,7 @@ class AtRest(UpperCase):
                         if command[0] != "rollback":
                             self.assert_shows(of_copy, two)
                     shutil.rmtree(copy)
-                    if killed.code == 0:
+                    if ended:
                         break
             self.assertEqual(found, {False, True}, command[:2])
 
@@ -537,26 +534,25 @@ class Mounted(UpperCase):
             assert_refused(self, refused, opened and "is in use" or name)
             assert_same_tree(self, two, where)
         bcow("umount", where)
-        refused = bcow("rollback", upper, "one", "--restart", check=False)
-        assert_refused(self, refused, "it is no mount of bcow")
+        for name, mention in ((upper, "it is no mount of bcow"),
+                              (self.where, "the mount runs in the foreground")):
+            refused = bcow("rollback", name, "one", "--restart", check=False)
+            assert_refused(self, refused, mention)
 
     def test_a_program_asks_the_process_itself(self):
         write_file(self.at("file"), b"before")
         [mount] = [row for row in json.loads(bcow("ps", "--json").out)["services"]
                    if row["at"] == [self.where]]
-        lock = os.stat(os.path.join(self.upper, ".bcow/lock"))
+        lock = os.path.join(self.upper, ".bcow/lock")
 
-        def ask(name, inode=lock.st_ino):
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect("\0" + mount["control"])
-                request = {"device": lock.st_dev, "inode": inode, "snapshot": name}
-                client.sendall(json.dumps(request).encode() + b"\n")
-                return json.loads(client.makefile().readline())
+        def ask(name, file=lock):
+            with request(mount["control"], file, name) as answer:
+                return json.loads(answer.read())
 
         self.assertEqual(ask("one"), "done")
         write_file(self.at("file"), b"after")
         self.assertEqual(ask("two"), "done")
-        for answer, mention in ((ask("two"), "exists"), (ask("three", inode=1), "does not use")):
+        for answer, mention in ((ask("two"), "exists"), (ask("three", self.upper), "does not use")):
             self.assertIn(mention, json.dumps(answer["failed"]))
         self.mount.unmount()
         for name, content in (("one", b"before"), ("two", b"after")):
@@ -626,8 +622,33 @@ class Pooled(UpperCase):
                  for row in json.loads(self.bcow("ps", "--json").out)["services"]}
         self.assertEqual(pools[where,], pools[self.where,])
         self.bcow("umount", where)
-        refused = bcow("rollback", self.where, "one", "--restart", check=False)
-        assert_refused(self, refused, "the mount is in a pool")
+
+    def test_a_rollback_restarts_a_mount_of_the_pool(self):
+        where = self.beside("restarted")
+        os.mkdir(where)
+        # Paths of the command line are relative to its directory, and the options stay.
+        run("env", "-C", self.mount.directory, BCOW, "mount", self.lower.make_image(), "restarted",
+            "--pool", "p", "--upper=restarted-upper", "--inode-limit", "5000", "-o",
+            self.mount.access, env={"BCOW_POOLS": self.mount.pools})
+        change(where, 1)
+        shown = tree.dump(where)
+        self.bcow("snapshot", where, "one")
+        change(where, 2)
+        two, inodes = tree.dump(where), os.statvfs(where).f_files
+        # The next process of the pool knows the command line too.
+        self.bcow("pool", "restart", "p")
+        for name, keep, expected in (("one", ("--keep", "two"), shown), ("two", (), two)):
+            self.bcow("rollback", where, name, *keep, "--restart")
+            assert_same_tree(self, expected, where)
+            self.assertEqual(os.statvfs(where).f_files, inodes)
+        mounts = json.loads(self.bcow("pool", "stats", "p", "--json").out)["mounts"]
+        self.assertEqual({mount["at"] for mount in mounts}, {self.where, where})
+        # The pool of another directory is not found, so nothing is unmounted.
+        refused = bcow("rollback", where, "one", "--restart", check=False,
+                       env={"BCOW_POOLS": self.beside("none")})
+        assert_refused(self, refused, "cannot use the pool p")
+        assert_same_tree(self, two, where)
+        self.bcow("umount", where)
 
     @promise("A file that the kernel reads and writes itself (a whole file of the upper, in a pool "
              "that shares files) can change while it is copied.")

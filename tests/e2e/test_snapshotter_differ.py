@@ -232,11 +232,18 @@ class WithContainerd2(WithContainerd):
         self.addCleanup(self.stop_all)
         self.start_containerd()
 
-    def test_a_pulled_image_is_not_unpacked(self):
-        archive = self.path("small.tar")
-        layout, tag = support.image("small")
-        skopeo_copy(f"oci:{layout}:{tag}", f"docker-archive:{archive}:bcow.test/small:1")
+    def import_image(self, name):
+        """Imports the small or the real image as bcow.test/NAME:1."""
+        archive = self.path(f"{name}.tar")
+        layout, tag = support.image(name)
+        skopeo_copy(f"oci:{layout}:{tag}", f"docker-archive:{archive}:bcow.test/{name}:1")
         self.ctr("images", "import", "--snapshotter", "bcow", archive)
+        os.unlink(archive)
+
+
+class Imports(WithContainerd2):
+    def test_an_imported_image_is_not_unpacked(self):
+        self.import_image("small")
         client = self.snapshotter.client
         committed = client.List()
         [top] = {info.name for info in committed} - {info.parent for info in committed}
