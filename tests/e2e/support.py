@@ -234,9 +234,9 @@ def set_environment(case, **variables):
     case.enterClassContext(unittest.mock.patch.dict(os.environ, variables))
 
 
-def skopeo_copy(source, destination, auth=None):
+def skopeo_copy(source, destination, auth=None, *options):
     """Copies an image, also from and to servers without TLS."""
-    return run("skopeo", "--insecure-policy", "copy", "--src-tls-verify=false",
+    return run("skopeo", "--insecure-policy", "copy", *options, "--src-tls-verify=false",
                "--dest-tls-verify=false", *(("--authfile", auth) if auth else ()), source,
                destination)
 

@@ -21,10 +21,11 @@ import threading
 import unittest
 import unittest.mock
 
+import schema
 import web
-from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, blobs_of,
-                     converted, digest_in, mounted, need, overwrite, read_bytes, read_text, run,
-                     skopeo_copy, write_file)
+from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, blob_path,
+                     blobs_of, converted, digest_in, mounted, need, overwrite, read_bytes,
+                     read_json, read_text, run, skopeo_copy, write_file)
 from test_remote import make_certificates, registry
 from web import WebServer, plain_registry
 
@@ -482,8 +483,8 @@ class WithRegistry(Scratch):
         return f"docker://{cls.address}/team/{repository}:{tag}"
 
     @classmethod
-    def skopeo(cls, source, destination):
-        skopeo_copy(source, destination, cls.auth)
+    def skopeo(cls, source, destination, *options):
+        skopeo_copy(source, destination, cls.auth, *options)
 
     def digest_in_registry(self, name):
         raw = run("skopeo", "inspect", "--raw", "--tls-verify=false", "--authfile", self.auth, name,
@@ -601,6 +602,79 @@ class Registries(WithRegistry):
         refused = self.bcow("ls", pinned, check=False)
         assert_refused(self, refused, "its digest does not cover")
         self.bcow("convert", name, self.path("original.bcow"))
+
+    def test_index_is_converted_and_copied_with_all_platforms(self):
+        """The judge of a copy is skopeo: the same bytes of the index, and all that it lists."""
+        both, ordinary, packed = self.path("both"), self.name("both"), self.path("both.tar")
+        self.skopeo(self.source, f"oci:{both}:tag")
+        (entry,) = read_json(os.path.join(both, "index.json"))["manifests"]
+        tar = archive({"arm": b"64\n"})
+
+        def blob(data, media_type):
+            write_file(blob_path(both, digest_of(data)), data)
+            return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
+
+        def image(config, layers, **more):
+            manifest = {"schemaVersion": 2, "mediaType": MANIFEST, "config": config,
+                        "layers": layers}
+            return {**blob(json.dumps(manifest).encode(), MANIFEST), **more}
+
+        config = {"os": "linux", "architecture": "arm64",
+                  "rootfs": {"type": "layers", "diff_ids": [digest_of(tar)]}}
+        arm64 = image(blob(json.dumps(config).encode(), CONFIG), [blob(tar, LAYER)],
+                      platform={"os": "linux", "architecture": "arm64"})
+        statement = blob(b'{"_type": "https://in-toto.io/Statement/v0.1"}',
+                         "application/vnd.in-toto+json")
+        attestation = image(blob(b'{"rootfs": {}}', CONFIG), [statement],
+                            platform={"os": "unknown", "architecture": "unknown"},
+                            annotations={"vnd.docker.reference.type": "attestation-manifest",
+                                         "vnd.docker.reference.digest": arm64["digest"]})
+        amd64 = {"mediaType": entry["mediaType"], "digest": entry["digest"], "size": entry["size"],
+                 "platform": {"os": "linux", "architecture": "amd64"}}
+        index = blob(json.dumps({"schemaVersion": 2, "mediaType": INDEX,
+                                 "manifests": [amd64, arm64, attestation]}).encode(), INDEX)
+        index["annotations"] = {"org.opencontainers.image.ref.name": "tag"}
+        write_file(os.path.join(both, "index.json"),
+                   json.dumps({"schemaVersion": 2, "manifests": [index]}))
+        self.skopeo(f"oci:{both}:tag", ordinary, "--all", "--preserve-digests")
+
+        made, layout, again = self.name("index"), self.path("index"), self.name("index-again")
+        self.bcow("convert", "--platform", "all", ordinary, made)
+        digest, found = self.digest_in_registry(made)
+        platforms = [entry["platform"]["architecture"] for entry in found["manifests"]]
+        self.assertEqual(platforms, ["amd64", "arm64", "unknown"])
+        self.assertEqual(found["manifests"][0]["digest"], digest_in(self.layout))
+        self.assertEqual(found["manifests"][2]["annotations"]["vnd.docker.reference.digest"],
+                         found["manifests"][1]["digest"])
+        self.assertEqual(found["manifests"][2]["digest"], attestation["digest"])
+        with unittest.mock.patch.dict(os.environ, self.env), mounted(made) as where:
+            assert_same_tree(self, self.reference, where)
+        report = json.loads(self.bcow("convert", "--platform", "all", "--json", f"oci:{both}:tag",
+                                      f"oci:{layout}:tag").out)
+        self.assertEqual(list(schema.problems(report, schema.of("bcow.convert-index/1"))), [])
+        self.assertEqual((report["index"], report["attestations"]), (digest, 1))
+        self.assertEqual(digest_in(layout), digest)
+
+        self.bcow("copy", made, f"oci-archive:{packed}:tag")
+        self.bcow("copy", f"oci-archive:{packed}:tag", f"oci:{self.path('copied')}:tag")
+        self.bcow("copy", f"oci:{self.path('copied')}:tag", again)
+        self.assertEqual(set(blobs_of(self.path("copied"))), set(blobs_of(layout)))
+        self.assertEqual(self.digest_in_registry(again)[0], digest)
+        third = self.name("index-third")
+        report = json.loads(self.bcow("copy", "--json", again, third).out)
+        self.assertEqual(sum(blob["copied_bytes"] for blob in report["blobs"]), 0)
+        self.assertEqual(self.digest_in_registry(third)[0], digest)
+        # skopeo 1.9 writes an index anew, and keeps all that it lists.
+        pulled = self.path("pulled-index")
+        self.skopeo(third, f"oci:{pulled}:tag", "--all")
+        listed = set(blobs_of(layout)) - {digest.removeprefix("sha256:")}
+        self.assertLessEqual(listed, set(blobs_of(pulled)))
+
+        refused = self.bcow("convert", ordinary, third, check=False)
+        assert_refused(self, refused, "is an index of 3 manifests", "--force")
+        self.assertEqual(self.digest_in_registry(third)[0], digest)
+        self.bcow("convert", "--force", ordinary, third)
+        self.assertEqual(self.digest_in_registry(third)[0], digest_in(self.layout))
 
     def test_referrer_needs_the_ordinary_image_in_its_repository(self):
         refused = self.bcow("convert", "--referrer", self.source, self.name("nowhere"),

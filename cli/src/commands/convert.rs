@@ -10,7 +10,9 @@ use bcow_convert::{
 use bcow_images::args::{CONVERT_FROM, CONVERT_TO, NameParser};
 use bcow_images::sandbox::{self, SandboxArgs};
 use bcow_images::{Apparent, Name, NameForm, NameParts, apparent, remote};
-use bcow_oci::{LayerOrigin, LayoutReport, Limits, Report, Source};
+use bcow_oci::{
+    Attestations, IndexReport, LayerOrigin, LayoutReport, Limits, Platform, Report, Source,
+};
 use bcow_sandbox::{Access, CapabilitySet};
 
 use crate::error::CommandError;
@@ -88,9 +90,15 @@ pub struct Args {
     /// The format of DST, as with `qemu-img convert -O`
     #[arg(short = 'O', value_name = "FORMAT", hide = true)]
     to_format: Option<String>,
-    /// Platform to select from a multi-platform source [default: this machine's]
+    /// Platform to select from a multi-platform source [default: this machine's]; with `all`, or
+    /// several separated by commas, DST becomes an index of their images (only for oci:,
+    /// oci-archive: and docker:)
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
+    /// What becomes of the attestations of the images of an index: keep (copy them as they are) or
+    /// drop [default: keep]
+    #[arg(long, value_name = "WHAT", value_parser = parse_attestations, hide_short_help = true)]
+    attestations: Option<Attestations>,
     /// Compression of blocks: zstd[:LEVEL] or none; for qcow2 also zlib [default: zstd:3; none with
     /// --writable and for qcow2]
     #[arg(long, value_name = "HOW", value_parser = parse_compression)]
@@ -127,7 +135,8 @@ pub struct Args {
     /// and `bcow copy`
     #[arg(long, hide_short_help = true)]
     referrer: bool,
-    /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, or in S3
+    /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, in S3, or an index
+    /// of several images in place of which DST becomes one
     #[arg(short, long)]
     force: bool,
     /// Accept a tar archive without an end-of-archive marker, which may be truncated between two
@@ -199,6 +208,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         source,
         destination,
         platform: args.platform.as_deref(),
+        attestations: args.attestations,
         encoding: Encoding {
             compress: args.compress,
             block_bytes: args.block_size.0,
@@ -236,6 +246,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     match report {
         ConvertReport::Image(report) => print_image(name, report, &mut out)?,
         ConvertReport::Layout(report) => print_layout(name, report, &mut out)?,
+        ConvertReport::Index(report) => print_index(name, report, &mut out)?,
         ConvertReport::Disk(report) => print_disk(name, report, &mut out)?,
         ConvertReport::ContainerdCache(report) => show_cache(name, report, ui),
     }
@@ -326,6 +337,28 @@ fn print_layout(name: &str, report: &LayoutReport, out: &mut Output) -> Result<(
         plural(report.stack.entries, "entry"),
         verified(report.verified)
     )
+}
+
+fn print_index(name: &str, report: &IndexReport, out: &mut Output) -> Result<(), CommandError> {
+    for image in &report.images {
+        let platform = image.platform.as_ref();
+        let platform = platform.map_or_else(|| image.manifest.to_string(), Platform::to_string);
+        print_layout(&platform, image, out)?;
+    }
+    let attestations = match report.attestations {
+        0 => String::new(),
+        count => format!(", {}", plural(count, "attestation")),
+    };
+    let images = plural(report.images.len() as u64, "image");
+    writeln!(out, "{name}: an index of {images}{attestations}")
+}
+
+fn parse_attestations(text: &str) -> Result<Attestations, String> {
+    match text {
+        "keep" => Ok(Attestations::Keep),
+        "drop" => Ok(Attestations::Drop),
+        _ => Err("use keep or drop".to_owned()),
+    }
 }
 
 fn print_disk(name: &str, report: &DiskReport, out: &mut Output) -> Result<(), CommandError> {

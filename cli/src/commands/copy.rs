@@ -24,7 +24,9 @@ use crate::ui::Ui;
 /// DST is one of FILE, bcow:FILE, oci:DIR[:REF], oci-archive:FILE[:REF], docker://HOST/REPO[:TAG]
 /// and s3://BUCKET/KEY.
 ///
-/// An image keeps its manifest, and so its digest. If SRC is one file and DST is a layout, an
+/// An image keeps its manifest, and so its digest. If SRC is an index, which has images for several
+/// platforms, DST becomes the same index with all its images and attestations; a file and S3 take
+/// the image for this machine. --platform selects one image. If SRC is one file and DST is a layout, an
 /// archive or a registry, the file becomes the stack of a new image, and files that it names by
 /// digest become the layers of that image. An image with layers cannot be copied to one file: use
 /// `bcow convert`. In S3, the stack gets the name KEY; its layers are beside it, in blobs/sha256.
@@ -47,7 +49,11 @@ pub struct Args {
     #[arg(value_name = "DST", value_hint = clap::ValueHint::FilePath)]
     #[arg(value_parser = NameParser(COPY_TO))]
     destination: Name,
-    /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, or in S3
+    /// Copy only the image for this platform of an index [default: all of the index]
+    #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
+    platform: Option<String>,
+    /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, in S3, or an index
+    /// of several images in place of which DST becomes one
     #[arg(short, long)]
     force: bool,
     /// Threads that compare chunks [default: 4]
@@ -65,6 +71,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let copying = Copying {
         source: &args.source,
         destination: &args.destination,
+        platform: args.platform.as_deref(),
         force: args.force,
         jobs: args.jobs.map(usize::from),
         stores: &args.stores,
@@ -86,9 +93,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
         CopyReport::Image(report) => {
             let blobs = report.blobs.iter();
+            let (manifests, kind) = match report.images.len() as u64 {
+                0 => (String::new(), "manifest"),
+                count => (format!("{}, ", plural(count, "manifest")), "index"),
+            };
             writeln!(
                 out,
-                "{name}: {} of {}, {} copied, manifest {}",
+                "{name}: {manifests}{} of {}, {} copied, {kind} {}",
                 plural(blobs.len() as u64, "blob"),
                 Human(blobs.clone().map(|blob| blob.bytes).sum()),
                 Human(blobs.map(|blob| blob.copied_bytes).sum()),

@@ -69,10 +69,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         writeln!(out, "{}", plain::mount_command(&image, directory, ui)?)?;
         return out.finish();
     }
+    // What is damaged is shown without it.
+    let (_, beside) = image.annotations().unwrap_or_default();
     // The properties of a disk are read under a lock of its file.
     let own = (image.opened().path.clone(), Access::Read);
     sandbox::complete(&mut sandbox, &[own], CapabilitySet::DAC_READ_SEARCH)?;
-    let (facts, failure) = ImageFacts::examine(&image);
+    let (mut facts, failure) = ImageFacts::examine(&image);
+    facts.other_platforms = beside.platforms;
     if args.json {
         ui.print_json(&facts)?;
     } else {

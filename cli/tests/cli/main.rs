@@ -18,6 +18,7 @@ mod host;
 mod mount;
 mod outputs;
 mod over;
+mod platforms;
 mod stacks;
 mod support;
 mod ways;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use bcow_images::Name;
 use bcow_images::image::StoreArgs;
-use bcow_oci::Limits;
+use bcow_oci::{Attestations, Limits};
 
 use crate::options::Encoding;
 
@@ -14,8 +14,10 @@ pub struct Conversion<'a> {
     pub source: &'a Name,
     /// What to write.
     pub destination: &'a Name,
-    /// The platform to select from a source with several.
+    /// The platform to select from a source with several; `all`, or several ones, make an index.
     pub platform: Option<&'a str>,
+    /// What becomes of the attestations of an index, if the user chose.
+    pub attestations: Option<Attestations>,
     /// How blocks are written.
     pub encoding: Encoding,
     /// Store each block uncompressed at its own offset.

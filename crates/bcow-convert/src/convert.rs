@@ -19,8 +19,9 @@ use bcow_images::{
 };
 use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
-    ConvertError, ConvertOptions, LayoutForm, LayoutOptions, LayoutPlace, LayoutReport, LeftOut,
-    Platform, Prefetch, Report, Source,
+    Attestations, ConvertError, ConvertOptions, ImageIndex, IndexReport, LayoutForm, LayoutOptions,
+    LayoutPlace, LayoutReport, LeftOut, Platform, Platforms, Prefetch, Report, Source,
+    convert_index,
 };
 use serde::Serialize;
 
@@ -56,6 +57,9 @@ pub enum ConvertReport {
     /// A disk.
     #[serde(rename = "bcow.convert-disk/1")]
     Disk(DiskReport),
+    /// Images in layers, for several platforms.
+    #[serde(rename = "bcow.convert-index/1")]
+    Index(Box<IndexReport>),
     /// Layers for containerd.
     #[serde(rename = "bcow.convert-containerd-cache/1")]
     ContainerdCache(CacheReport),
@@ -67,6 +71,7 @@ impl ConvertReport {
         match self {
             ConvertReport::Image(report) => Some(&report.left_out),
             ConvertReport::Layout(report) => Some(&report.left_out),
+            ConvertReport::Index(report) => Some(&report.left_out),
             ConvertReport::Disk(_) | ConvertReport::ContainerdCache(_) => None,
         }
     }
@@ -83,20 +88,35 @@ impl Conversion<'_> {
                 let sending = Sending::new(name, self)?;
                 (sending.destination(self.layers), Some(sending))
             }
+            Destination::Layout(to) => {
+                let to = LayoutPlace {
+                    replaces_index: self.force,
+                    ..to
+                };
+                (Destination::Layout(to), None)
+            }
             destination => (destination, None),
         };
-        let platform = self.platform.map(str::parse::<Platform>).transpose();
-        let platform = platform.map_err(ConvertError::from)?;
+        let mut platform = None;
+        match self.platform.map(str::parse::<Platforms>).transpose() {
+            Err(error) => return Err(ConvertError::from(error).into()),
+            Ok(None) => {}
+            Ok(Some(Platforms::Named(named))) if named.len() == 1 => {
+                platform = named.into_iter().next();
+            }
+            Ok(Some(several)) => {
+                if let Some(converted) = self.several(&several, &destination, work)? {
+                    return Ok(converted);
+                }
+            }
+        }
         // The source is opened before the destination is examined, so an error of the source comes
         // first.
         let source = open(self, platform.as_ref())?;
         let way = self.way(&source)?;
-        refuse_options(self, way)?;
+        refuse_options(self, way, Images::One)?;
         let is_plain = self.plain || way == Way::SplitForContainerd;
-        if is_plain && matches!(self.encoding.compress, Some(Compress::Zstd { .. })) {
-            return Err(CommandError::usage("a plain image is not compressed")
-                .hint("leave out --plain or --compress"));
-        }
+        self.refuse_compressed(is_plain)?;
         let sending = sending.as_ref();
         if way == Way::Disk {
             let image = match source {
@@ -116,9 +136,7 @@ impl Conversion<'_> {
         }
         let _replaced = match &destination {
             Destination::File(path) => replace::check(path, Replacement::Image, self.force)?,
-            Destination::Layout(to) if matches!(to.form, LayoutForm::Archive) => {
-                replace::check(&to.path, Replacement::Archive, self.force)?
-            }
+            Destination::Layout(to) => self.replaced_archive(to)?,
             _ => None,
         };
         let options = &self.options(platform, is_plain, work)?;
@@ -141,6 +159,77 @@ impl Conversion<'_> {
         }
     }
 
+    /// Converts the images of an index for several platforms; `None` if the source is one image,
+    /// which is all that it has.
+    fn several(
+        &self,
+        platforms: &Platforms,
+        destination: &Destination,
+        work: &Work<'_>,
+    ) -> Result<Option<Converted>, CommandError> {
+        let (source, asked) = (self.source, self.platform.unwrap_or_default());
+        let refused = |what: String| CommandError::usage(format!("--platform {asked} {what}"));
+        let (Destination::Layout(to), false) =
+            (destination, self.destination.form() == NameForm::S3)
+        else {
+            let what = format!("makes an image in layers, and not {}", self.destination);
+            return Err(refused(what).hint(
+                "write to oci:DIR[:REF], oci-archive:FILE[:REF] or docker://HOST/REPO[:TAG], or \
+                 choose one platform",
+            ));
+        };
+        if self.stores.remote.root_hash.is_some() {
+            return Err(
+                refused("is not for one image, which --root-hash names".to_owned())
+                    .hint("docker://...@sha256:DIGEST names an index by its content"),
+            );
+        }
+        if self.referrer {
+            return Err(refused("is not for --referrer".to_owned())
+                .hint("attach the image of each platform by itself: --platform OS/ARCH"));
+        }
+        let index = match (source.registry(), source.source()) {
+            (Some(reference), _) => {
+                let found = remote::index_in_registry(reference, &self.stores.remote)?;
+                found.map(|(index, _)| index)
+            }
+            (None, Some(source @ (Source::Oci { .. } | Source::OciArchive { .. }))) => {
+                require_there(self.source)?;
+                let cancel = work.interrupt.flag();
+                let scratch = remote::scratch();
+                ImageIndex::of_layout(&source, &scratch, work.progress, Some(&cancel))?
+            }
+            _ => {
+                let what = format!("is for an image of several platforms, and not for {source}");
+                return Err(refused(what).hint(
+                    "such images are in oci:DIR[:REF], oci-archive:FILE[:REF] and \
+                     docker://HOST/REPO[:TAG]",
+                ));
+            }
+        };
+        let Some(index) = index else {
+            return match platforms {
+                Platforms::All => Ok(None),
+                Platforms::Named(_) => {
+                    Err(refused(format!("is for an index, and {source} is not"))
+                        .hint("leave out --platform, or name one platform"))
+                }
+            };
+        };
+        refuse_options(self, Way::Split, Images::Several)?;
+        self.refuse_compressed(self.plain)?;
+        let _replaced = self.replaced_archive(to)?;
+        let layout = self.layout_options(to);
+        let options = &self.options(None, self.plain, work)?;
+        let attestations = self.attestations.unwrap_or(Attestations::Keep);
+        let progress = work.progress;
+        let report = convert_index(&index, platforms, attestations, &layout, options, progress)?;
+        Ok(Some(Converted {
+            name: to.shown(),
+            report: ConvertReport::Index(report.into()),
+        }))
+    }
+
     /// The way from the source to the destination.
     fn way(&self, source: &Opened) -> Result<Way, CommandError> {
         let way = way(source.content(), self.target());
@@ -158,6 +247,31 @@ impl Conversion<'_> {
             NameForm::Raw | NameForm::Qcow2 => Target::Foreign,
             _ if self.as_layer => Target::Layer,
             _ => Target::File,
+        }
+    }
+
+    fn refuse_compressed(&self, is_plain: bool) -> Result<(), CommandError> {
+        if is_plain && matches!(self.encoding.compress, Some(Compress::Zstd { .. })) {
+            return Err(CommandError::usage("a plain image is not compressed")
+                .hint("leave out --plain or --compress"));
+        }
+        Ok(())
+    }
+
+    /// Fails if an archive may not replace the file in its place.
+    fn replaced_archive(&self, to: &LayoutPlace) -> Result<Option<File>, CommandError> {
+        match to.form {
+            LayoutForm::Archive => replace::check(&to.path, Replacement::Archive, self.force),
+            _ => Ok(None),
+        }
+    }
+
+    fn layout_options(&self, to: &LayoutPlace) -> LayoutOptions {
+        LayoutOptions {
+            place: to.clone(),
+            is_referrer: self.referrer,
+            cache: self.cache.map(Path::to_owned),
+            dedup_lower: self.dedup_lower,
         }
     }
 
@@ -226,12 +340,7 @@ impl Conversion<'_> {
         sending: Option<&Sending>,
         work: &Work<'_>,
     ) -> Result<Converted, CommandError> {
-        let layout = LayoutOptions {
-            place: to.clone(),
-            is_referrer: self.referrer,
-            cache: self.cache.map(Path::to_owned),
-            dedup_lower: self.dedup_lower,
-        };
+        let layout = self.layout_options(to);
         let progress = work.progress;
         let mut report = match source {
             Opened::Image(image) => recode::to_layout(image, &layout, options, progress)?,
@@ -329,8 +438,16 @@ fn refuse_destination_options(asked: &Conversion<'_>) -> Result<(), CommandError
     Ok(())
 }
 
+/// The images that a conversion makes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Images {
+    One,
+    /// An index, with one for each platform.
+    Several,
+}
+
 /// Refuses options that do not apply to a way.
-fn refuse_options(asked: &Conversion<'_>, way: Way) -> Result<(), CommandError> {
+fn refuse_options(asked: &Conversion<'_>, way: Way, images: Images) -> Result<(), CommandError> {
     let (source, destination) = (asked.source, asked.destination);
     let is_image = way != Way::Disk;
     let is_recoded = matches!(way, Way::Recode | Way::RecodeLayers);
@@ -345,6 +462,12 @@ fn refuse_options(asked: &Conversion<'_>, way: Way) -> Result<(), CommandError> 
     // The option, whether it is given, whether it applies, and what it applies to.
     let rules = [
         ("--platform", platform, has_platforms, "ordinary images"),
+        (
+            "--attestations",
+            asked.attestations.is_some(),
+            images == Images::Several,
+            "an index (--platform all)",
+        ),
         ("--writable", asked.writable, !is_image, "disks"),
         ("--cache", asked.cache.is_some(), to_layers, "layers"),
         (

@@ -14,8 +14,12 @@ use bcow_images::push::{Destination, ToS3};
 use bcow_images::remote::{self, Pinned};
 use bcow_images::replace::{self, Replacement};
 use bcow_images::{Name, NameParts, Url};
-use bcow_oci::copy::{CopyFile, CopyImage, FileReport, ImageReport, copy_file, copy_image};
-use bcow_oci::{Digest, LayoutForm, LayoutPlace, LeftOut, RunOptions, Source, store};
+use bcow_oci::copy::{
+    CopyFile, CopyImage, CopyIndex, FileReport, ImageReport, copy_file, copy_image, copy_index,
+};
+use bcow_oci::{
+    ConvertError, Digest, LayoutForm, LayoutPlace, LeftOut, Platform, RunOptions, store,
+};
 use bcow_remote::{Replace, Root, S3Name};
 use serde::Serialize;
 
@@ -28,6 +32,9 @@ pub struct Copying<'a> {
     pub source: &'a Name,
     /// Where to.
     pub destination: &'a Name,
+    /// The platform to select from an index. Without one, a copy into a layout or a registry is of
+    /// the whole index.
+    pub platform: Option<&'a str>,
     /// Replace any file.
     pub force: bool,
     /// Threads that compare chunks, if the user chose their number.
@@ -103,6 +110,9 @@ impl Copying<'_> {
         let remote = &self.stores.remote;
         let destination = Destination::of(self.destination, &COPY_TO, remote, self.source)?;
         let from = open(self, &destination, work)?;
+        if let From::Index(index) = from {
+            return self.index(&index, &destination, work);
+        }
         if let Some(root) = remote.root_hash {
             require_root(&from, root)?;
         }
@@ -127,6 +137,30 @@ impl Copying<'_> {
             (Destination::Layout(to), From::Image(image)) => self.to_layout(&image, to, work),
             _ => Err(COPY_TO.refuse(self.destination).into()),
         }
+    }
+
+    fn index(
+        &self,
+        index: &CopyIndex,
+        destination: &Destination,
+        work: &Work<'_>,
+    ) -> Result<Copied, CommandError> {
+        let Destination::Layout(to) = destination else {
+            return Err(COPY_TO.refuse(self.destination).into());
+        };
+        let _replaced = self.replaced_archive(to)?;
+        let report = copy_index(index, to, &self.options(work), work.progress)?;
+        let left_out = index.left_out(to);
+        Ok(Copied::new(to.shown(), CopyReport::Image(report), left_out))
+    }
+
+    /// The platform that the user chose; `None` for all, or that of this machine.
+    fn wanted(&self) -> Result<Option<Platform>, CommandError> {
+        let named = match self.platform {
+            None | Some("all") => return Ok(None),
+            Some(text) => text.parse::<Platform>(),
+        };
+        Ok(Some(named.map_err(ConvertError::from)?))
     }
 
     fn threads(&self) -> usize {
@@ -164,6 +198,7 @@ impl Copying<'_> {
         let place = ToS3::new(name.clone(), &self.stores.remote, replace)?;
         let (progress, cancel) = (work.progress, work.interrupt.flag());
         let (file, left_out) = match from {
+            From::Index(_) => return Err(COPY_TO.refuse(self.destination).into()),
             From::File(file) => (file, LeftOut::default()),
             From::Image(image) => {
                 let left_out = image.left_out_of_files()?;
@@ -205,26 +240,36 @@ impl Copying<'_> {
         to: &LayoutPlace,
         work: &Work<'_>,
     ) -> Result<Copied, CommandError> {
-        let mut _replaced = None;
-        if matches!(to.form, LayoutForm::Archive) {
-            _replaced = replace::check(&to.path, Replacement::Archive, self.force)?;
-            let same = |path: &Path| path.canonicalize().ok();
-            if let NameParts::OciArchive { file, .. } = self.source.parts()
-                && same(file).is_some()
-                && same(file) == same(&to.path)
-            {
-                return Err(CommandError::new(format!(
-                    "cannot write {}: it is the source",
-                    to.path.display()
-                )));
-            }
-        }
+        let _replaced = self.replaced_archive(to)?;
+        let to = &LayoutPlace {
+            replaces_index: self.force,
+            ..to.clone()
+        };
         let report = copy_image(image, to, &self.options(work), work.progress)?;
         let left_out = match &to.form {
             LayoutForm::Registry(_) => image.left_out_of_registry(),
             _ => image.left_out().clone(),
         };
         Ok(Copied::new(to.shown(), CopyReport::Image(report), left_out))
+    }
+
+    /// Fails if an archive may not replace the file in its place.
+    fn replaced_archive(&self, to: &LayoutPlace) -> Result<Option<File>, CommandError> {
+        if !matches!(to.form, LayoutForm::Archive) {
+            return Ok(None);
+        }
+        let replaced = replace::check(&to.path, Replacement::Archive, self.force)?;
+        let same = |path: &Path| path.canonicalize().ok();
+        if let NameParts::OciArchive { file, .. } = self.source.parts()
+            && same(file).is_some()
+            && same(file) == same(&to.path)
+        {
+            return Err(CommandError::new(format!(
+                "cannot write {}: it is the source",
+                to.path.display()
+            )));
+        }
+        Ok(replaced)
     }
 }
 
@@ -247,6 +292,7 @@ fn report_sent(image: &CopyImage, sent: &[u64]) -> CopyReport {
 enum From {
     File(CopyFile),
     Image(Box<CopyImage>),
+    Index(Box<CopyIndex>),
 }
 
 impl From {
@@ -260,6 +306,13 @@ fn require_root(from: &From, expected: Root) -> Result<(), CommandError> {
     let (name, found) = match from {
         From::File(file) => (&file.name, file.merkle_root),
         From::Image(image) => (&image.name, image.merkle_root()),
+        From::Index(index) => {
+            return Err(CommandError::usage(format!(
+                "--root-hash is for one image, and {} is an index",
+                index.name()
+            ))
+            .hint("choose one with --platform OS/ARCH"));
+        }
     };
     if found == expected.0 {
         Ok(())
@@ -274,22 +327,49 @@ fn open(
     destination: &Destination,
     work: &Work<'_>,
 ) -> Result<From, CommandError> {
-    let image_of_layout = |source: &Source| -> Result<From, CommandError> {
-        let (scratch, cancel) = (remote::scratch(), work.interrupt.flag());
-        let image = CopyImage::of_layout(source, &scratch, work.progress, Some(&cancel));
-        Ok(From::image(image?))
-    };
+    let platform = asked.wanted()?;
+    let is_whole = platform.is_none() && matches!(destination, Destination::Layout(_));
+    if asked.platform == Some("all") && !is_whole {
+        return Err(CommandError::usage(format!(
+            "--platform all copies an index, and {} takes one image",
+            asked.destination
+        ))
+        .hint("copy it to oci:DIR[:REF], oci-archive:FILE[:REF] or docker://HOST/REPO[:TAG]"));
+    }
     refuse_what_is_no_file(asked.source)?;
     if let NameParts::Layout { .. } | NameParts::OciArchive { .. } = asked.source.parts()
         && let Some(source) = asked.source.source()
     {
-        return image_of_layout(&source);
+        let (scratch, cancel, progress) = (remote::scratch(), work.interrupt.flag(), work.progress);
+        let cancel = Some(&*cancel);
+        if is_whole && let Some(index) = CopyIndex::of_layout(&source, &scratch, progress, cancel)?
+        {
+            return Ok(From::Index(index.into()));
+        }
+        let platform = platform.as_ref();
+        let image = CopyImage::of_layout(&source, platform, &scratch, progress, cancel);
+        return Ok(From::image(image?));
     }
     let file = match (asked.source.parts(), asked.source.local()) {
         (NameParts::Url(Url::Registry(image)), _) => {
-            let (image, place) = remote::bcow_in_registry(image, &asked.stores.remote)?;
-            let image = CopyImage::of_registry(image, &*place, &*place);
+            let remote = &asked.stores.remote;
+            if is_whole
+                && let Some((index, place)) = remote::index_in_registry(image, &remote.uncached())?
+                && let Some(index) = CopyIndex::of_registry(index, place)?
+            {
+                return Ok(From::Index(index.into()));
+            }
+            let platform = platform.as_ref();
+            let (image, place) = remote::bcow_in_registry(image, remote, platform)?;
+            let image = CopyImage::of_registry(image, place.clone(), &*place, platform);
             return Ok(From::image(image?));
+        }
+        _ if platform.is_some() => {
+            return Err(CommandError::usage(format!(
+                "--platform is for an image in a layout or a registry, and not for {}",
+                asked.source
+            ))
+            .hint("leave out --platform"));
         }
         (NameParts::Url(url), _) => {
             let found = remote::open(url, &asked.stores.remote.uncached(), Pinned::AsAsked)?;

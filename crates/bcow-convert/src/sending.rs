@@ -65,7 +65,7 @@ impl Sending {
             reference: None,
         };
         let (progress, cancel) = (work.progress, work.interrupt.flag());
-        let image = CopyImage::of_layout(&written, &layout.path, progress, Some(&cancel))?;
+        let image = CopyImage::of_layout(&written, None, &layout.path, progress, Some(&cancel))?;
         self.place.send_image(image.files(), progress, &cancel)?;
         Ok(image.left_out_of_files()?)
     }

@@ -54,6 +54,7 @@ impl Destination {
                 form,
                 path: path.to_owned(),
                 reference: reference.clone(),
+                replaces_index: false,
             })
         };
         Ok(match name.parts() {
@@ -277,6 +278,14 @@ impl bcow_oci::Upload for ToRepository {
     ) -> io::Result<()> {
         self.0.blob(&digest.to_string(), length, open, sent)?;
         Ok(())
+    }
+
+    fn named(&self) -> io::Result<Option<Vec<u8>>> {
+        Ok(self.0.named()?)
+    }
+
+    fn store(&self, bytes: &[u8], media_type: &str, digest: &Digest) -> io::Result<()> {
+        Ok(self.0.store(bytes, media_type, &digest.to_string())?)
     }
 
     fn manifest(&self, bytes: &[u8], media_type: &str, digest: &Digest) -> io::Result<()> {

@@ -12,7 +12,8 @@ use bcow::Storage;
 use bcow::format::is_plain_url;
 use bcow_oci::store::{RecordedFile, RemoteFailure, RemoteFiles};
 use bcow_oci::{
-    BcowImage, ConvertError, Digest, FromIndex, OrdinaryImage, Platform, RegistryImage, Repository,
+    BcowImage, ConvertError, Digest, FromIndex, ImageIndex, OrdinaryImage, Platform, RegistryImage,
+    Repository,
 };
 use bcow_remote::{
     Address, Cache, Credentials, Expected, Figures, Keychain, Options, Problem, PublicKey,
@@ -536,13 +537,27 @@ impl InRepository {
     }
 }
 
-/// Finds the image in BCoW form that `docker://...` names, to copy it: nothing of it is cached.
+/// The index that `docker://...` names, and what reads from its repository; `None` if the name leads
+/// to one manifest.
+pub fn index_in_registry(
+    reference: &Reference,
+    args: &RemoteArgs,
+) -> Result<Option<(ImageIndex, Arc<InRepository>)>, CommandError> {
+    let place = InRepository::new(reference, args)?;
+    let index = ImageIndex::of_registry(place.clone())
+        .map_err(|error| cannot_convert(&error, &format!("cannot open {}", place.shown())))?;
+    Ok(index.map(|index| (index, place)))
+}
+
+/// Finds the image in BCoW form that `docker://...` names, for `platform` or for that of this
+/// machine, to copy it: nothing of it is cached.
 pub fn bcow_in_registry(
     reference: &Reference,
     args: &RemoteArgs,
+    platform: Option<&Platform>,
 ) -> Result<(BcowImage, Arc<InRepository>), CommandError> {
     let place = InRepository::new(reference, &args.uncached())?;
-    let found = place.find(None)?;
+    let found = place.find(platform)?;
     match found {
         RegistryImage::Bcow(image) => Ok((image, place)),
         RegistryImage::Ordinary(_) => {

@@ -8,22 +8,26 @@
 
 mod file;
 mod image;
+mod index;
 mod send;
 
 use std::path::Path;
 
 use serde::Serialize;
 
+use crate::archive::Files;
 use crate::digest::{Digest, hex};
 use crate::error::{ConvertError, check_equal};
-use crate::layout::IMAGE;
 use crate::layout::write::{LayoutForm, LayoutPlace, LayoutWriter, ManifestEntry, NewBlob};
+use crate::layout::{IMAGE, OCI_MANIFEST};
 use crate::options::{Progress, RunOptions};
 use crate::output::Output;
+use image::OtherBlob;
 use send::Sending;
 
 pub use file::CopyFile;
 pub use image::CopyImage;
+pub use index::{CopyIndex, copy_index};
 
 /// The result of a copy of one file.
 #[derive(Debug, Clone, Serialize)]
@@ -53,8 +57,10 @@ impl FileReport {
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct ImageReport {
-    /// Digest of the manifest.
+    /// Digest of the manifest or the index.
     pub manifest: Digest,
+    /// The manifests that an index lists.
+    pub images: Vec<Digest>,
     /// The layers, the stack, and the configuration.
     pub blobs: Vec<BlobReport>,
 }
@@ -112,57 +118,112 @@ pub fn copy_image(
     options: &RunOptions,
     progress: &dyn Progress,
 ) -> Result<ImageReport, ConvertError> {
+    to.require_no_index()?;
     let blobs = match &to.form {
         LayoutForm::Registry(upload) => Sending::new(&**upload, options, progress).image(image)?,
-        _ => store(image, to, options, progress)?,
+        _ => {
+            let writer = LayoutWriter::open(to, options.cancel.clone())?;
+            let mut storing = Storing::new(writer, options, progress);
+            let blobs = storing.blobs(image)?;
+            storing.manifest(&image.manifest, OCI_MANIFEST)?;
+            storing.publish(to, |entry| {
+                entry.platform.clone_from(&image.platform);
+                entry.annotations.clone_from(&image.from_index.annotations);
+            })?;
+            blobs
+        }
     };
     Ok(ImageReport {
         manifest: image.digest.clone(),
+        images: Vec::new(),
         blobs,
     })
 }
 
-/// Copies an image into a layout.
-fn store(
-    image: &CopyImage,
-    to: &LayoutPlace,
-    options: &RunOptions,
-    progress: &dyn Progress,
-) -> Result<Vec<BlobReport>, ConvertError> {
-    let writer = LayoutWriter::open(to, options.cancel.clone())?;
-    let mut blobs: Vec<NewBlob> = Vec::new();
-    let mut reports: Vec<BlobReport> = Vec::new();
-    for (digest, file) in image.distinct_files() {
-        progress.phase(&file.name);
-        let mut copied_bytes = 0;
-        if !writer.has_blob(digest, file.bytes)? {
-            let output = writer.resumed_blob(digest)?;
-            let cancel = options.cancel.as_ref();
-            let threads = options.threads.max(1);
-            let target = output.file()?;
-            copied_bytes = file.complete(&target, writer.directory(), threads, cancel)?;
-            let blob = writer.finish(output)?;
-            check_equal(&file.name, "digest", digest, &blob.digest)?;
-            blobs.push(blob);
+/// A copy into a layout.
+struct Storing<'a> {
+    writer: LayoutWriter,
+    options: &'a RunOptions,
+    progress: &'a dyn Progress,
+    new: Vec<NewBlob>,
+}
+
+impl<'a> Storing<'a> {
+    fn new(writer: LayoutWriter, options: &'a RunOptions, progress: &'a dyn Progress) -> Self {
+        Storing {
+            writer,
+            options,
+            progress,
+            new: Vec::new(),
         }
-        reports.push(BlobReport::new(digest, file.bytes, copied_bytes));
     }
-    let (digest, config) = &image.config;
-    let bytes = config.len() as u64;
-    reports.push(BlobReport::new(digest, bytes, bytes));
-    blobs.push(writer.document(config)?);
-    let manifest = writer.document(&image.manifest)?;
-    let entry = ManifestEntry {
-        artifact_type: Some(IMAGE),
-        platform: image.platform.clone(),
-        reference: to.reference.clone(),
-        annotations: image.from_index.annotations.clone(),
-        ..ManifestEntry::of(&manifest)
-    };
-    blobs.push(manifest);
-    progress.phase("syncing");
-    writer.publish(blobs, &entry, progress)?;
-    Ok(reports)
+
+    /// Copies the BCoW files that the layout does not have, and the configuration.
+    fn blobs(&mut self, image: &CopyImage) -> Result<Vec<BlobReport>, ConvertError> {
+        let mut reports = Vec::new();
+        for (digest, file) in image.distinct_files() {
+            self.progress.phase(&file.name);
+            let mut copied_bytes = 0;
+            if !self.has(digest, file.bytes)? {
+                let output = self.writer.resumed_blob(digest)?;
+                let cancel = self.options.cancel.as_ref();
+                let threads = self.options.threads.max(1);
+                let target = output.file()?;
+                copied_bytes = file.complete(&target, self.writer.directory(), threads, cancel)?;
+                let blob = self.writer.finish(output)?;
+                check_equal(&file.name, "digest", digest, &blob.digest)?;
+                self.new.push(blob);
+            }
+            reports.push(BlobReport::new(digest, file.bytes, copied_bytes));
+        }
+        let (digest, config) = &image.config;
+        let bytes = config.len() as u64;
+        reports.push(BlobReport::new(digest, bytes, bytes));
+        self.new.push(self.writer.document(config)?);
+        Ok(reports)
+    }
+
+    /// Copies another blob of the place `files`.
+    fn other(&mut self, other: &OtherBlob, files: &Files) -> Result<BlobReport, ConvertError> {
+        let bytes = other.descriptor.size;
+        let mut copied_bytes = 0;
+        if !self.has(&other.digest, bytes)? {
+            let blob = self.writer.copy_of(files, "blob", &other.descriptor)?;
+            self.new.push(blob);
+            copied_bytes = bytes;
+        }
+        Ok(BlobReport::new(&other.digest, bytes, copied_bytes))
+    }
+
+    /// Whether the layout has the blob, or gets it with this copy.
+    fn has(&self, digest: &Digest, bytes: u64) -> Result<bool, ConvertError> {
+        Ok(self.new.iter().any(|blob| blob.digest == *digest)
+            || self.writer.has_blob(digest, bytes)?)
+    }
+
+    fn manifest(&mut self, bytes: &[u8], media_type: &str) -> Result<(), ConvertError> {
+        self.new.push(self.writer.manifest(bytes, media_type)?);
+        Ok(())
+    }
+
+    /// Adds the last manifest to the layout's index; `complete` adds to its entry there.
+    fn publish(
+        self,
+        to: &LayoutPlace,
+        complete: impl FnOnce(&mut ManifestEntry),
+    ) -> Result<(), ConvertError> {
+        let Some(manifest) = self.new.last() else {
+            return Ok(());
+        };
+        let mut entry = ManifestEntry {
+            artifact_type: Some(IMAGE),
+            reference: to.reference.clone(),
+            ..ManifestEntry::of(manifest)
+        };
+        complete(&mut entry);
+        self.progress.phase("syncing");
+        self.writer.publish(self.new, &entry, self.progress)
+    }
 }
 
 #[cfg(test)]

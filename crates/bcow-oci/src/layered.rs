@@ -10,6 +10,7 @@
 
 mod cache;
 mod directory;
+mod index;
 mod manifest;
 mod report;
 mod stack;
@@ -33,6 +34,7 @@ use crate::image::{Image, ImageConfig, minimal_config};
 use crate::image_file::{ImagesByDigest, read_back, writer_options};
 use crate::input::Input;
 use crate::layer::{LayerInput, Reading, read_layer};
+use crate::layout::OCI_MANIFEST;
 use crate::layout::write::{
     LayoutForm, LayoutPlace, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
 };
@@ -48,8 +50,9 @@ use crate::space::INLINE_MAX;
 use crate::stream::ChunkStream;
 use crate::tar::TarReader;
 use cache::{LayerCache, LayoutLayers};
-use stored::StoredLayer;
+use stored::{LayerRequest, StoredLayer};
 
+pub use index::{Attestations, IndexReport, convert_index};
 pub use trees::convert_trees;
 
 pub use report::{LayerOrigin, LayoutOptions, LayoutReport, StackReport, StoredLayerReport};
@@ -68,26 +71,30 @@ pub fn convert_to_layout(
     progress: &dyn Progress,
 ) -> Result<LayoutReport, ConvertError> {
     check_options(layout, options)?;
+    if !layout.is_referrer {
+        layout.place.require_no_index()?;
+    }
     let input = Input::open(source, options, progress)?;
-    refuse_to_replace(source, &input, layout)?;
+    if let Some(image) = input.image() {
+        refuse_to_replace(source, image.reference.as_deref(), layout)?;
+    }
     if let (Input::Directory(path), LayoutForm::Directory) = (&input, &layout.place.form) {
         refuse_inside(path, &layout.place.path)?;
     }
     let writer = LayoutWriter::open(&layout.place, options.cancel.clone())?;
     progress.total(input.bytes());
-    let convert = |image: &Image, writer: &LayoutWriter| {
-        convert_image(image, layout, writer, options, progress)
+    let mut made = Made::default();
+    let mut convert = |image: &Image| {
+        convert_image(image, layout, &writer, &mut made, options, progress)
             .map_err(|error| source.explain(error))
     };
-    let (blobs, entry, mut report) = match input {
-        Input::Image(image) => convert(&image, &writer)?,
+    let (entry, mut report) = match input {
+        Input::Image(image) => convert(&image)?,
         Input::Directory(path) => {
-            directory::as_image(&path, &writer, options, progress, |image| {
-                convert(&image, &writer)
-            })?
+            directory::as_image(&path, &writer, options, progress, |image| convert(&image))?
         }
     };
-    writer.publish(blobs, &entry, progress)?;
+    writer.publish(made.blobs, &entry, progress)?;
     report.source = Some(source.to_string());
     Ok(report)
 }
@@ -105,16 +112,17 @@ fn check_options(layout: &LayoutOptions, options: &ConvertOptions) -> Result<(),
 /// Fails if the image would take its source's name in the layout, which would hide the source.
 fn refuse_to_replace(
     source: &Source,
-    input: &Input,
+    name: Option<&str>,
     layout: &LayoutOptions,
 ) -> Result<(), ConvertError> {
-    let (Source::Oci { directory, .. }, Input::Image(image)) = (source, input) else {
+    let Source::Oci { directory, .. } = source else {
         return Ok(());
     };
     let LayoutPlace {
         path,
         form,
         reference,
+        ..
     } = &layout.place;
     let same_layout = matches!(form, LayoutForm::Directory)
         && match (directory.canonicalize(), path.canonicalize()) {
@@ -122,7 +130,7 @@ fn refuse_to_replace(
             _ => false,
         };
     match reference {
-        Some(reference) if same_layout && image.reference.as_ref() == Some(reference) => {
+        Some(reference) if same_layout && name == Some(reference) => {
             let path = path.display();
             Err(ConvertError::refused(
                 format!("the new image would replace its source {reference:?} in {path}"),
@@ -152,14 +160,53 @@ fn refuse_inside(source: &Path, layout: &Path) -> Result<(), ConvertError> {
     }
 }
 
-/// Makes all blobs of the image. They have no names yet.
+/// The blobs that a conversion has made. They have no names yet.
+#[derive(Default)]
+struct Made {
+    blobs: Vec<NewBlob>,
+    /// The layers among them, by diffID and options: the number of the blob, and the checked blob
+    /// of the source.
+    layers: HashMap<(DiffId, String), (usize, Option<Digest>)>,
+}
+
+impl Made {
+    fn add(&mut self, layer: StoredLayer) {
+        let Some(blob) = layer.new else { return };
+        let key = (layer.diff_id, layer.options.to_string());
+        self.layers
+            .insert(key, (self.blobs.len(), layer.checked_source));
+        self.blobs.push(blob);
+    }
+
+    fn find(&self, request: &LayerRequest) -> Option<&(usize, Option<Digest>)> {
+        let key = (request.diff_id.clone(), request.options.to_string());
+        self.layers.get(&key)
+    }
+
+    /// Opens the requested layer, if an earlier image has it.
+    fn get(&self, request: &LayerRequest) -> Result<Option<StoredLayer>, ConvertError> {
+        let Some((index, _)) = self.find(request) else {
+            return Ok(None);
+        };
+        let blob = &self.blobs[*index];
+        let (file, digest) = (Arc::new(blob.file()?), blob.digest.clone());
+        let name = format!("layer {}", digest.short());
+        let opened = StoredLayer::open(file, digest, blob.size, request, LayerOrigin::Layout);
+        opened
+            .map(Some)
+            .map_err(|problem| ConvertError::layout(name, problem))
+    }
+}
+
+/// Makes all blobs of the image, and adds them to `made`.
 fn convert_image(
     image: &Image,
     layout: &LayoutOptions,
     writer: &LayoutWriter,
+    made: &mut Made,
     options: &ConvertOptions,
     progress: &dyn Progress,
-) -> Result<(Vec<NewBlob>, ManifestEntry, LayoutReport), ConvertError> {
+) -> Result<(ManifestEntry, LayoutReport), ConvertError> {
     let stop = AtomicBool::new(false);
     let cancel = Cancel::new(options.cancel.as_deref()).or(&stop);
     let mut reading = Reading::new(&options.limits, progress, cancel);
@@ -176,20 +223,29 @@ fn convert_image(
             LayoutLayers::default()
         },
         layout: writer,
+        made: &*made,
         open: OpenOptions::default(),
     };
-    let made = if !layout.dedup_lower {
+    let distinct = if !layout.dedup_lower {
         conversions.convert_all(&stop)?
     } else {
         conversions.convert_over_lower()?
     };
-    let entries: u64 = made.layers.iter().map(|layer| layer.content.entries).sum();
+    let entries: u64 = distinct
+        .layers
+        .iter()
+        .map(|layer| layer.content.entries)
+        .sum();
     check_limit(LimitKind::Entries, entries, options.limits.max_entries)
         .map_err(|exceeded| exceeded.at(TarPlace::layer("all layers together")))?;
     progress.phase("merge");
     progress.total(None);
     let begun = Instant::now();
-    let layers: Vec<&StoredLayer> = made.order.iter().map(|&i| &made.layers[i]).collect();
+    let layers: Vec<&StoredLayer> = distinct
+        .order
+        .iter()
+        .map(|&i| &distinct.layers[i])
+        .collect();
     let described = layers
         .iter()
         .zip(&image.layers)
@@ -224,7 +280,7 @@ fn convert_image(
         annotations: &image.annotations,
         options,
     };
-    let manifest_blob = writer.document(&manifest.to_json()?)?;
+    let manifest_blob = writer.manifest(&manifest.to_json()?, OCI_MANIFEST)?;
     let report = LayoutReport {
         source: None,
         manifest: manifest_blob.digest.clone(),
@@ -245,13 +301,11 @@ fn convert_image(
     let reference = layout.place.reference.clone();
     let mut entry = manifest::entry(&manifest_blob, image, &config, reference);
     entry.subject = image.manifest.clone().filter(|_| layout.is_referrer);
-    let mut blobs: Vec<NewBlob> = made
-        .layers
-        .into_iter()
-        .filter_map(|layer| layer.new)
-        .collect();
-    blobs.extend([stack.blob, config_blob, manifest_blob]);
-    Ok((blobs, entry, report))
+    for layer in distinct.layers {
+        made.add(layer);
+    }
+    made.blobs.extend([stack.blob, config_blob, manifest_blob]);
+    Ok((entry, report))
 }
 
 /// The descriptor of an image's manifest.
@@ -281,6 +335,8 @@ struct LayerConversions<'w> {
     cache: Option<LayerCache>,
     existing: LayoutLayers,
     layout: &'w LayoutWriter,
+    /// The blobs of earlier images.
+    made: &'w Made,
     open: OpenOptions,
 }
 
@@ -343,7 +399,7 @@ impl LayerConversions<'_> {
         threads: usize,
         lower: Option<Arc<LowerIndex>>,
     ) -> Result<StoredLayer, ConvertError> {
-        let request = |diff_id: &DiffId| stored::LayerRequest {
+        let request = |diff_id: &DiffId| LayerRequest {
             diff_id: diff_id.clone(),
             options: options.clone(),
             tool: tool(self.options),
@@ -352,13 +408,15 @@ impl LayerConversions<'_> {
         if let Some(diff_id) = &input.diff_id {
             let request = request(diff_id);
             let verify = self.options.verify;
-            let found = self
-                .existing
-                .get(&request, self.layout, verify, self.progress)?;
-            let found = match (found, &self.cache) {
-                (None, Some(cache)) => cache.get(&request, self.layout, self.progress)?,
-                (found, _) => found,
-            };
+            let mut found = self.made.get(&request)?;
+            if found.is_none() {
+                found = self
+                    .existing
+                    .get(&request, self.layout, verify, self.progress)?;
+            }
+            if let (None, Some(cache)) = (&found, &self.cache) {
+                found = cache.get(&request, self.layout, self.progress)?;
+            }
             if let Some(mut layer) = found {
                 tracing::info!("{}: there already, as {}", input.name, layer.digest);
                 self.progress.phase(&input.name);
@@ -389,11 +447,13 @@ impl LayerConversions<'_> {
     fn check_source(
         &self,
         input: &LayerInput,
-        request: &stored::LayerRequest,
+        request: &LayerRequest,
     ) -> Result<bool, ConvertError> {
         let digest = input.digest.as_ref();
         let cache = self.cache.as_ref();
-        let is_checked = self.existing.has_source(request, digest)
+        let of_made = |(_, source): &(usize, Option<Digest>)| source.as_ref() == digest;
+        let is_checked = self.made.find(request).is_some_and(of_made)
+            || self.existing.has_source(request, digest)
             || cache.is_some_and(|cache| cache.has_source(request, digest));
         if is_checked || !self.options.verify {
             self.progress.advance(input.blob.length().unwrap_or(0));

@@ -11,30 +11,33 @@ use serde::de::DeserializeOwned;
 
 use crate::archive::Files;
 pub(crate) use crate::archive::blob_path;
+use crate::blob::{Blob, read_error};
 use crate::digest::{DiffId, Digest};
-use crate::error::{ConvertError, LimitKind, TarPlace, check_limit, check_size, parse_digest};
+use crate::error::{
+    ConvertError, LimitKind, TarPlace, check_equal, check_limit, check_size, parse_digest,
+};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, FULL_NAME, FromIndex, LeftOut, NAME};
 use crate::name::LocalImage;
 use crate::null::null_as_absent;
 use crate::platform::Platform;
-use choose::{Chosen, Form, choose};
+use choose::{Chosen, choose};
 
-pub(crate) use choose::choose_in_index;
+pub(crate) use choose::{Candidate, Form, Manifests, named, nearest};
 
 /// Largest size of an index or manifest.
 const MAX_MANIFEST_BYTES: u64 = 4 << 20;
 /// Largest size of an image configuration, which can have a long history.
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 /// Largest depth of nested indexes. Usual images have one or two levels.
-pub(crate) const MAX_INDEX_DEPTH: u64 = 4;
+const MAX_INDEX_DEPTH: u64 = 4;
 /// Largest number of manifests among which an image is selected.
 const MAX_MANIFESTS: u64 = 1000;
 /// Largest number of layers of one image. Container engines stop at about 127.
 const MAX_LAYERS: u64 = 4096;
 
-const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
+pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const DOCKER_INDEX: &str = "application/vnd.docker.distribution.manifest.list.v2+json";
 const DOCKER_MANIFEST: &str = "application/vnd.docker.distribution.manifest.v2+json";
@@ -71,18 +74,18 @@ pub(crate) const STACK: &str = "application/vnd.bcow.stack.v1";
 /// The annotation for the root of a BCoW file's Merkle tree, in hexadecimal.
 pub(crate) const MERKLE_ROOT: &str = "io.bcow.merkle-root";
 
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize)]
 pub(crate) struct Descriptor {
     #[serde(rename = "mediaType", default, deserialize_with = "null_as_absent")]
     pub media_type: String,
     pub digest: String,
     pub size: u64,
     #[serde(default)]
-    annotations: Option<Annotations>,
+    pub annotations: Option<Annotations>,
     #[serde(default)]
     pub platform: Option<Platform>,
     #[serde(default)]
-    urls: Option<Vec<String>>,
+    pub urls: Option<Vec<String>>,
     #[serde(rename = "artifactType", default)]
     pub artifact_type: Option<String>,
 }
@@ -126,12 +129,14 @@ pub(crate) struct BcowManifest {
     pub from_index: FromIndex,
 }
 
-/// Finds the image in BCoW form with the name or digest `reference`.
+/// Finds the image in BCoW form with the name or digest `reference`, for `platform` or for that of
+/// this machine.
 pub(crate) fn find_bcow(
     files: &Files,
     reference: Option<&str>,
+    platform: Option<&Platform>,
 ) -> Result<BcowManifest, ConvertError> {
-    let chosen = choose(files, reference, None, Form::Bcow)?;
+    let chosen = choose(files, reference, platform, Form::Bcow)?;
     let (_, place, bytes, manifest) = read_manifest(files, &chosen.descriptor)?;
     let Some(stack) = stack_of(&place, &manifest.layers)? else {
         return Err(ConvertError::refused(
@@ -156,6 +161,21 @@ pub(crate) fn stack_of<'d>(
         (_, Some(_)) => Err(ConvertError::layout(place, "it has several stacks")),
         (stack, None) => Ok(stack),
     }
+}
+
+/// Reads the image of a manifest in an index. The blobs of the image are in `files`.
+pub(crate) fn of_index(files: &Files, manifest: &Candidate) -> Result<Image, ConvertError> {
+    let descriptor = &manifest.descriptor;
+    let (digest, _, bytes, _) = read_manifest(files, descriptor)?;
+    let from_index = manifest.from_index();
+    of_manifest(
+        files,
+        digest,
+        &bytes,
+        descriptor.platform.clone(),
+        &from_index,
+        None,
+    )
 }
 
 /// Reads the image of a manifest. The blobs of the image are in `files`. `of_index` is the platform
@@ -190,7 +210,7 @@ pub fn annotations_of(name: &LocalImage) -> Result<(Annotations, LeftOut), Conve
         return Ok(Default::default());
     };
     let files = Files::directory(directory)?;
-    let found = find_bcow(&files, reference.as_deref())?;
+    let found = find_bcow(&files, reference.as_deref(), None)?;
     let annotations = annotations(&files.name(), &found.bytes, &found.from_index)?;
     Ok((annotations, found.from_index.left_out))
 }
@@ -211,11 +231,6 @@ pub(crate) fn config_bytes(
     descriptor: &Descriptor,
 ) -> Result<Vec<u8>, ConvertError> {
     Ok(document(files, "config", descriptor, MAX_CONFIG_BYTES)?.1)
-}
-
-pub(crate) fn check_config_length(place: &str, bytes: u64) -> Result<(), ConvertError> {
-    check_limit(LimitKind::DocumentBytes, bytes, MAX_CONFIG_BYTES)
-        .map_err(|exceeded| exceeded.at(TarPlace::layer(place)))
 }
 
 pub(crate) fn check_layer_count(place: &str, count: usize) -> Result<(), ConvertError> {
@@ -295,13 +310,22 @@ pub(crate) fn manifests_in(
         Some(bytes) => parse(&in_files(&files, "index.json"), &bytes)?,
         None => return Ok(()),
     };
-    let manifests = index.manifests.unwrap_or_default();
+    let (indexes, mut images): (Vec<_>, Vec<_>) = index
+        .manifests
+        .unwrap_or_default()
+        .into_iter()
+        .partition(Descriptor::is_index);
+    for index in indexes {
+        let listed = Manifests::of(&files, vec![index], None);
+        let listed = listed.map_or(Vec::new(), |manifests| manifests.images);
+        images.extend(listed.into_iter().map(|listed| listed.descriptor));
+    }
     let mut seen = HashSet::new();
-    manifests
+    images
         .iter()
         .filter(|d| d.media_type == OCI_MANIFEST && seen.insert(&d.digest))
         .take(MAX_MANIFESTS as usize)
-        .filter_map(|d| document(&files, "manifest", d, MAX_MANIFEST_BYTES).ok())
+        .filter_map(|d| manifest_bytes(&files, "manifest", d).ok())
         .for_each(|(_, bytes)| each(bytes));
     Ok(())
 }
@@ -355,7 +379,7 @@ impl Descriptor {
         self.annotations.as_ref()?.get(key).map(String::as_str)
     }
 
-    fn name(&self) -> Option<&str> {
+    pub(crate) fn name(&self) -> Option<&str> {
         self.annotation(FULL_NAME).or_else(|| self.annotation(NAME))
     }
 
@@ -375,8 +399,16 @@ impl Descriptor {
                 .is_some_and(|p| p.os == "unknown" && p.architecture == "unknown")
     }
 
-    fn is_index(&self) -> bool {
+    pub(crate) fn is_index(&self) -> bool {
         matches!(&*self.media_type, OCI_INDEX | DOCKER_INDEX)
+    }
+
+    /// The platform for users, or else the digest.
+    pub(crate) fn platform_name(&self) -> String {
+        match &self.platform {
+            Some(platform) => platform.to_string(),
+            None => self.digest.clone(),
+        }
     }
 
     fn label(&self) -> String {
@@ -392,18 +424,55 @@ fn document(
     descriptor: &Descriptor,
     limit: u64,
 ) -> Result<(String, Vec<u8>), ConvertError> {
-    let digest = digest(files, &descriptor.digest)?;
-    let place = format!("{kind} {} in {}", digest.short(), files.name());
-    let Some(blob) = files.blob(&digest, descriptor.size)? else {
-        return Err(ConvertError::missing_blob(&place, &digest));
-    };
+    let (place, digest, blob) = blob(files, kind, descriptor)?;
     let bytes = blob.document(limit, Some(&digest))?;
     check_size(&place, descriptor.size, bytes.len() as u64)?;
     Ok((place, bytes))
 }
 
+/// Finds the blob of a descriptor. Returns also its name in messages, and its digest.
+fn blob(
+    files: &Files,
+    kind: &str,
+    descriptor: &Descriptor,
+) -> Result<(String, Digest, Blob), ConvertError> {
+    let digest = digest(files, &descriptor.digest)?;
+    let place = format!("{kind} {} in {}", digest.short(), files.name());
+    match files.blob(&digest, descriptor.size)? {
+        Some(blob) => Ok((place, digest, blob)),
+        None => Err(ConvertError::missing_blob(&place, &digest)),
+    }
+}
+
+/// The same of a manifest or an index, which registries store apart from blobs.
+pub(crate) fn manifest_bytes(
+    files: &Files,
+    kind: &str,
+    descriptor: &Descriptor,
+) -> Result<(String, Vec<u8>), ConvertError> {
+    let Files::Registry(repository) = files else {
+        return document(files, kind, descriptor, MAX_MANIFEST_BYTES);
+    };
+    let expected = digest(files, &descriptor.digest)?;
+    let place = format!("{kind} {} of {}", expected.short(), files.name());
+    let bytes = repository
+        .manifest(Some(&expected))
+        .map_err(|source| read_error("read", &files.name(), source))?;
+    let found = Digest::of_bytes(&bytes, expected.algorithm());
+    check_equal(&place, "digest", &expected, &found)?;
+    Ok((place, bytes))
+}
+
 fn digest(files: &Files, text: &str) -> Result<Digest, ConvertError> {
     parse_digest(&files.name(), text)
+}
+
+/// Refuses what is not a manifest of an image.
+pub(crate) fn check_manifest_type(place: &str, manifest: &Descriptor) -> Result<(), ConvertError> {
+    match &*manifest.media_type {
+        OCI_MANIFEST | DOCKER_MANIFEST => Ok(()),
+        other => Err(ConvertError::media_type(place, other)),
+    }
 }
 
 /// Reads a manifest. Returns its digest, its name in messages, its bytes, and its content.
@@ -413,10 +482,8 @@ fn read_manifest(
 ) -> Result<(Digest, String, Vec<u8>, ManifestDocument), ConvertError> {
     let manifest_digest = digest(files, &descriptor.digest)?;
     let place = format!("manifest {}", manifest_digest.short());
-    if !matches!(&*descriptor.media_type, OCI_MANIFEST | DOCKER_MANIFEST) {
-        return Err(ConvertError::media_type(&place, &descriptor.media_type));
-    }
-    let (in_files, bytes) = document(files, "manifest", descriptor, MAX_MANIFEST_BYTES)?;
+    check_manifest_type(&place, descriptor)?;
+    let (in_files, bytes) = manifest_bytes(files, "manifest", descriptor)?;
     let manifest = parse(&in_files, &bytes)?;
     Ok((manifest_digest, place, bytes, manifest))
 }

@@ -56,6 +56,7 @@ mod hidden;
 mod image;
 mod image_file;
 mod in_order;
+mod index;
 mod ingest;
 mod input;
 pub mod join;
@@ -96,10 +97,11 @@ pub use digest::{DiffId, Digest};
 pub use error::{ConvertError, ImageForm, LimitKind, TarPlace, TarProblem};
 #[cfg(feature = "testing")]
 pub use fuzz::fuzz_ingest;
+pub use index::{ImageIndex, Platforms};
 pub use input::diff_ids;
 pub use layered::{
-    LayerOrigin, LayoutOptions, LayoutReport, StackReport, StoredLayerReport, convert_to_layout,
-    convert_trees,
+    Attestations, IndexReport, LayerOrigin, LayoutOptions, LayoutReport, StackReport,
+    StoredLayerReport, convert_index, convert_to_layout, convert_trees,
 };
 pub use layout::write::{LayoutForm, LayoutPlace};
 pub use layout::{annotations, annotations_of};

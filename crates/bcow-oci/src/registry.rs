@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
+use crate::archive::Files;
 use crate::blob::read_error;
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, TarPlace, check_equal, check_limit, parse_digest};
-use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH};
+use crate::error::{ConvertError, parse_digest};
+use crate::layout::{self, Descriptor, Form, IMAGE, Manifests, OCI_INDEX};
 use crate::left_out::{Annotations, FromIndex};
 use crate::null::null_as_absent;
 use crate::platform::Platform;
@@ -109,47 +110,94 @@ pub fn find_in_registry(
     repository: Arc<dyn Repository>,
     platform: Option<&Platform>,
 ) -> Result<RegistryImage, ConvertError> {
+    let root = Root::read(&repository)?;
     let name = repository.name();
-    let read = |digest: Option<&Digest>| {
-        let manifest = repository.manifest(digest);
-        manifest.map_err(|source| read_error("read", &name, source))
+    let Some(manifests) = root.document.manifests else {
+        return image_of(
+            repository,
+            root.bytes,
+            root.document,
+            None,
+            FromIndex::default(),
+        );
     };
-    let mut bytes = read(None)?;
-    let mut of_index = None;
-    let mut from_index = FromIndex::default();
-    let mut depth = 0;
-    loop {
+    let files = Files::Registry(Arc::clone(&repository));
+    let manifests = Manifests::of(&files, manifests, root.document.annotations)?;
+    let (chosen, from_index) = manifests.choose(&name, platform, Form::Bcow)?;
+    let (place, bytes) = layout::manifest_bytes(&files, "manifest", &chosen)?;
+    let document: Document = layout::parse(&place, &bytes)?;
+    check_form(&place, &document)?;
+    if document.manifests.is_some() {
+        return Err(ConvertError::layout(
+            place,
+            "it is listed as a manifest, and is an index",
+        ));
+    }
+    image_of(repository, bytes, document, chosen.platform, from_index)
+}
+
+/// The document that the name of a repository leads to.
+struct Root {
+    bytes: Vec<u8>,
+    document: Document,
+}
+
+impl Root {
+    fn read(repository: &Arc<dyn Repository>) -> Result<Self, ConvertError> {
+        let name = repository.name();
+        let bytes = repository
+            .manifest(None)
+            .map_err(|source| read_error("read", &name, source))?;
         let document: Document = layout::parse(&name, &bytes)?;
         check_form(&name, &document)?;
-        let Some(manifests) = document.manifests else {
-            let layers = document.layers.unwrap_or_default();
-            return Ok(match bcow_stack(&name, &layers)? {
-                Some(stack) => RegistryImage::Bcow(BcowImage {
-                    manifest: bytes,
-                    stack,
-                    from_index,
-                }),
-                None => RegistryImage::Ordinary(OrdinaryImage {
-                    repository,
-                    digest: Digest::of(&bytes),
-                    manifest: bytes,
-                    platform: of_index,
-                    from_index,
-                }),
-            });
-        };
-        depth += 1;
-        check_limit(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)
-            .map_err(|exceeded| exceeded.at(TarPlace::layer(&name)))?;
-        from_index.annotate(document.annotations.as_ref());
-        let chosen = layout::choose_in_index(&name, manifests, platform, &mut from_index)?;
-        let expected = parse_digest(&name, &chosen.digest)?;
-        of_index = chosen.platform;
-        bytes = read(Some(&expected))?;
-        let found = Digest::of_bytes(&bytes, expected.algorithm());
-        let place = format!("manifest {} of {name}", expected.short());
-        check_equal(&place, "digest", &expected, &found)?;
+        Ok(Root { bytes, document })
     }
+}
+
+/// Finds the index that the name of `repository` leads to, with all that it lists; `None` if the
+/// name leads to one manifest. The first of the indexes is the one of the name.
+pub(crate) fn index_in_registry(
+    repository: &Arc<dyn Repository>,
+) -> Result<Option<Manifests>, ConvertError> {
+    let Root { bytes, document } = Root::read(repository)?;
+    let Some(entries) = document.manifests else {
+        return Ok(None);
+    };
+    let root = Descriptor {
+        media_type: document.media_type.unwrap_or_else(|| OCI_INDEX.to_owned()),
+        digest: Digest::of(&bytes).to_string(),
+        size: bytes.len() as u64,
+        ..Descriptor::default()
+    };
+    let files = Files::Registry(Arc::clone(repository));
+    let mut manifests = Manifests::of(&files, entries, document.annotations)?;
+    manifests.indexes.insert(0, root);
+    Ok(Some(manifests))
+}
+
+/// The image of a manifest.
+fn image_of(
+    repository: Arc<dyn Repository>,
+    manifest: Vec<u8>,
+    document: Document,
+    of_index: Option<Platform>,
+    from_index: FromIndex,
+) -> Result<RegistryImage, ConvertError> {
+    let layers = document.layers.unwrap_or_default();
+    Ok(match bcow_stack(&repository.name(), &layers)? {
+        Some(stack) => RegistryImage::Bcow(BcowImage {
+            manifest,
+            stack,
+            from_index,
+        }),
+        None => RegistryImage::Ordinary(OrdinaryImage {
+            repository,
+            digest: Digest::of(&manifest),
+            manifest,
+            platform: of_index,
+            from_index,
+        }),
+    })
 }
 
 /// Finds the image in BCoW form that is attached to an ordinary image; of several, the last of the

@@ -51,7 +51,13 @@ pub trait Upload: Send + Sync {
         sent: &dyn Fn(u64),
     ) -> io::Result<()>;
 
-    /// Writes the manifest, whose blobs are there, and gives it the name.
+    /// The manifest or index that the name leads to; `None` if there is none.
+    fn named(&self) -> io::Result<Option<Vec<u8>>>;
+
+    /// Writes the manifest, whose blobs are there. No name changes.
+    fn store(&self, bytes: &[u8], media_type: &str, digest: &Digest) -> io::Result<()>;
+
+    /// The same, and gives it the name.
     fn manifest(&self, bytes: &[u8], media_type: &str, digest: &Digest) -> io::Result<()>;
 
     /// Writes the manifest, whose blobs are there, and attaches it to `subject`. No name changes.

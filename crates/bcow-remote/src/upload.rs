@@ -141,8 +141,24 @@ impl Upload {
         Ok(pushed)
     }
 
-    /// Writes the manifest, whose blobs are there, and gives it the name. The digest is
-    /// `sha256:HEX`.
+    /// The manifest or index that the name leads to; `None` if there is none.
+    pub fn named(&self) -> Result<Option<Vec<u8>>, RemoteError> {
+        match self.document(self.tag(), ACCEPT) {
+            // Some registries deny what is not there. The upload then says what is allowed.
+            Err(Problem::Denied { .. }) => Ok(None),
+            found => found.map_err(|problem| problem.at(self.reference.to_string())),
+        }
+    }
+
+    /// Writes the manifest, whose blobs are there. No name changes. The digest is `sha256:HEX`.
+    pub fn store(&self, bytes: &[u8], media_type: &str, digest: &str) -> Result<(), RemoteError> {
+        let stored = self.store_checked(bytes, media_type, digest);
+        stored
+            .map(drop)
+            .map_err(|problem| self.at_manifest(problem, digest))
+    }
+
+    /// The same, and gives it the name.
     pub fn manifest(
         &self,
         bytes: &[u8],
@@ -150,9 +166,9 @@ impl Upload {
         digest: &str,
     ) -> Result<(), RemoteError> {
         let written = || {
-            self.store(bytes, media_type, digest)?;
+            self.store_checked(bytes, media_type, digest)?;
             // The tag moves only to what the registry really has.
-            self.put(self.reference.tag().unwrap_or("latest"), bytes, media_type)
+            self.put(self.tag(), bytes, media_type)
         };
         written()
             .map(drop)
@@ -174,7 +190,7 @@ impl Upload {
             if self.document(subject, ACCEPT)?.is_none() {
                 return Err(Problem::NoSubject);
             }
-            if self.store(bytes, media_type, digest)? {
+            if self.store_checked(bytes, media_type, digest)? {
                 Ok(())
             } else {
                 self.list_referrer(subject, entry)
@@ -185,7 +201,7 @@ impl Upload {
 
     /// Writes the manifest under its digest, and reads it back. Returns whether the registry lists
     /// what is attached to a manifest.
-    fn store(&self, bytes: &[u8], media_type: &str, digest: &str) -> Result<bool, Problem> {
+    fn store_checked(&self, bytes: &[u8], media_type: &str, digest: &str) -> Result<bool, Problem> {
         let lists = self.put(digest, bytes, media_type)?;
         let stored = self.document(digest, media_type)?.unwrap_or_default();
         match sha256(&stored) {
@@ -220,6 +236,10 @@ impl Upload {
         Err(Problem::Answer(
             "its list of referrers does not keep an entry".into(),
         ))
+    }
+
+    fn tag(&self) -> &str {
+        self.reference.tag().unwrap_or("latest")
     }
 
     fn at_manifest(&self, problem: Problem, digest: &str) -> RemoteError {

@@ -65,6 +65,10 @@ fn print_source(facts: &ImageFacts, out: &mut Output) -> Result<(), CommandError
             line(out, name, text)?;
         }
     }
+    if !facts.other_platforms.is_empty() {
+        line(out, "other platforms", facts.other_platforms.join(", "))?;
+    }
+    print_start(&metadata["config"]["config"], out)?;
     let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
     if !layers.is_empty() {
         writeln!(out, "\nLayers, lowest first")?;
@@ -84,6 +88,25 @@ fn print_source(facts: &ImageFacts, out: &mut Output) -> Result<(), CommandError
             })
             .collect();
         writeln!(out, "  {name}  {}", sizes.join(", "))?;
+    }
+    Ok(())
+}
+
+/// What a container of the image starts, from the image's configuration.
+fn print_start(config: &Value, out: &mut Output) -> Result<(), CommandError> {
+    for (name, key) in [
+        ("entrypoint", "Entrypoint"),
+        ("command", "Cmd"),
+        ("user", "User"),
+        ("directory", "WorkingDir"),
+    ] {
+        if let Some(text) = text(&config[key]).filter(|text| text != "" && text != "[]") {
+            line(out, name, text)?;
+        }
+    }
+    let variables = config["Env"].as_array().into_iter().flatten();
+    for (number, variable) in variables.filter_map(text).enumerate() {
+        line(out, if number == 0 { "environment" } else { "" }, variable)?;
     }
     Ok(())
 }

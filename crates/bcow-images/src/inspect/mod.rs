@@ -35,6 +35,8 @@ pub struct ImageFacts {
     pub stack: Option<StackFacts>,
     pub erofs: Option<ErofsFacts>,
     pub prefetch: Option<PrefetchFacts>,
+    /// The platforms of the other images of the index that leads to this one.
+    pub other_platforms: Vec<String>,
     pub metadata: Value,
 }
 
@@ -334,6 +336,7 @@ impl ImageFacts {
             stack: None,
             erofs: None,
             prefetch: None,
+            other_platforms: Vec::new(),
             metadata: Value::Null,
         }
     }

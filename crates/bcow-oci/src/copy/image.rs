@@ -9,17 +9,15 @@ use bcow::format::Use;
 use serde_json::{Value, json};
 
 use super::file::{CopyFile, Member};
-use crate::archive::{Archive, Files, Spool};
-use crate::blob::read_error;
-use crate::cancel::Cancel;
+use crate::archive::Files;
 use crate::digest::Digest;
 use crate::error::{ConvertError, check_equal, parse_digest};
 use crate::image::{ImageConfig, minimal_config};
-use crate::layer::Reading;
+use crate::index::layout_files;
 use crate::layout::write::{annotated, descriptor, json_bytes};
 use crate::layout::{self, Descriptor, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::left_out::{FromIndex, LeftOut};
-use crate::options::{Limits, Progress};
+use crate::options::Progress;
 use crate::platform::Platform;
 use crate::registry::BcowImage;
 use crate::repository::Repository;
@@ -38,6 +36,120 @@ pub struct CopyImage {
     pub(super) config: (Digest, Vec<u8>),
     /// The layers, then the stack.
     pub(super) files: Vec<(Digest, CopyFile)>,
+    /// The other blobs.
+    pub(super) others: Vec<OtherBlob>,
+}
+
+/// A blob that is no BCoW file.
+#[derive(Clone)]
+pub(super) struct OtherBlob {
+    pub digest: Digest,
+    pub descriptor: Descriptor,
+}
+
+/// Whether an image may have blobs that are no BCoW files.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Others {
+    Refused,
+    Taken,
+}
+
+/// The place of the images that are copied.
+pub(super) struct Place<'a> {
+    /// The name in messages.
+    pub name: String,
+    pub files: &'a Files,
+    /// Opens the BCoW files of a registry.
+    pub remote: Option<&'a dyn RemoteFiles>,
+}
+
+impl Place<'_> {
+    /// The image with this manifest.
+    pub(super) fn image(
+        &self,
+        manifest: Vec<u8>,
+        others: Others,
+    ) -> Result<CopyImage, ConvertError> {
+        let name = &self.name;
+        let document: layout::ManifestDocument = layout::parse(name, &manifest)?;
+        layout::check_layer_count(name, document.layers.len())?;
+        let count = document.layers.len().saturating_sub(1);
+        let (mut files, mut rest) = (Vec::new(), Vec::new());
+        for (index, layer) in document.layers.into_iter().enumerate() {
+            let digest = parse_digest(name, &layer.digest)?;
+            let part = match &*layer.media_type {
+                STACK => format!("stack ({})", digest.short()),
+                LAYER => crate::image::layer_name(index, count, Some(&digest)),
+                _ if others == Others::Taken => {
+                    rest.push(OtherBlob {
+                        digest,
+                        descriptor: layer,
+                    });
+                    continue;
+                }
+                other => return Err(ConvertError::media_type(name, other)),
+            };
+            let file = self.open(format!("{part} of {name}"), &layer, &digest)?;
+            let differs = |what: &'static str| {
+                ConvertError::layout(&file.name, format!("its {what} differs from its manifest"))
+            };
+            if file.bytes != layer.size {
+                return Err(differs("length"));
+            }
+            let root = layout::merkle_root(name, &layer)?;
+            if root.is_some_and(|root| root != file.merkle_root) {
+                return Err(differs("root hash"));
+            }
+            files.push((digest, file));
+        }
+        let bytes = layout::config_bytes(self.files, &document.config)?;
+        let expected = parse_digest(name, &document.config.digest)?;
+        let found = Digest::of(&bytes);
+        check_equal(&format!("config of {name}"), "digest", &expected, &found)?;
+        Ok(CopyImage {
+            others: rest,
+            ..CopyImage::new(name.clone(), manifest, (found, bytes), files)
+        })
+    }
+
+    /// Opens a BCoW file.
+    fn open(
+        &self,
+        name: String,
+        layer: &Descriptor,
+        digest: &Digest,
+    ) -> Result<CopyFile, ConvertError> {
+        let Some(remote) = self.remote else {
+            let Some(blob) = self.files.blob(digest, layer.size)? else {
+                return Err(ConvertError::missing_blob(&name, digest));
+            };
+            let (Some((file, offset)), Some(bytes)) = (blob.place(), blob.length()) else {
+                return Err(ConvertError::layout(name, "not a regular file"));
+            };
+            let member = Member {
+                file,
+                offset,
+                bytes,
+            };
+            return CopyFile::new(name, Arc::new(member) as Arc<dyn Storage>, false);
+        };
+        let Some(merkle_root) = layout::merkle_root(&name, layer)? else {
+            return Err(ConvertError::refused(
+                format!("{name}: the manifest has no root hash for it"),
+                "an earlier version of bcow wrote the manifest; `skopeo copy` copies the image",
+            ));
+        };
+        let recorded = RecordedFile {
+            digest: digest.clone(),
+            file_bytes: layer.size,
+            merkle_root,
+        };
+        match remote.open(digest, &recorded) {
+            Ok(Some(storage)) => CopyFile::new(name, storage, true),
+            Ok(None) => Err(ConvertError::missing_blob(&name, digest)),
+            Err(error) => Err(ConvertError::read_through(&name, error)),
+        }
+    }
 }
 
 impl CopyImage {
@@ -52,51 +164,29 @@ impl CopyImage {
         files
     }
 
-    /// The image of a layout: `oci:DIR[:REF]` or `oci-archive:FILE[:REF]`. The directory `scratch`
-    /// gets the bytes of an archive that is compressed as a whole. `cancel` ends the decompression
-    /// when it becomes true.
+    /// The image of a layout: `oci:DIR[:REF]` or `oci-archive:FILE[:REF]`, for `platform` or for that
+    /// of this machine. The directory `scratch` gets the bytes of an archive that is compressed as a
+    /// whole. `cancel` ends the decompression when it becomes true.
     pub fn of_layout(
         source: &Source,
+        platform: Option<&Platform>,
         scratch: &Path,
         progress: &dyn Progress,
         cancel: Option<&AtomicBool>,
     ) -> Result<CopyImage, ConvertError> {
-        let limits = Limits::default();
-        let spool = Spool {
-            directory: scratch,
-            reading: Reading::new(&limits, progress, Cancel::new(cancel)),
+        let Some((files, reference)) = layout_files(source, scratch, progress, cancel)? else {
+            return Err(ConvertError::Options(format!(
+                "{source} cannot have an image in BCoW form"
+            )));
         };
-        let (files, reference) = match source {
-            Source::Oci {
-                directory,
-                reference,
-            } => (Files::directory(directory)?, reference),
-            Source::OciArchive { file, reference } => {
-                (Files::Archive(Archive::open_file(file, &spool)?), reference)
-            }
-            other => {
-                return Err(ConvertError::Options(format!(
-                    "{other} cannot have an image in BCoW form"
-                )));
-            }
+        let found = layout::find_bcow(&files, reference, platform)?;
+        let place = Place {
+            name: source.to_string(),
+            files: &files,
+            remote: None,
         };
-        let found = layout::find_bcow(&files, reference.as_deref())?;
-        let config = |descriptor: &Descriptor| layout::config_bytes(&files, descriptor);
-        let open = |name: String, layer: &Descriptor, digest: &Digest| {
-            let Some(blob) = files.blob(digest, layer.size)? else {
-                return Err(ConvertError::missing_blob(&name, digest));
-            };
-            let (Some((file, offset)), Some(bytes)) = (blob.place(), blob.length()) else {
-                return Err(ConvertError::layout(name, "not a regular file"));
-            };
-            let member = Member {
-                file,
-                offset,
-                bytes,
-            };
-            CopyFile::new(name, Arc::new(member) as Arc<dyn Storage>, false)
-        };
-        let image = CopyImage::of_manifest(source.to_string(), found.bytes, &config, &open)?;
+        let image = place.image(found.bytes, Others::Refused)?;
+        layout::check_platform(&place.name, image.platform.as_ref(), platform)?;
         Ok(CopyImage {
             from_index: found.from_index,
             ..image
@@ -106,89 +196,22 @@ impl CopyImage {
     /// The image of a registry.
     pub fn of_registry(
         image: BcowImage,
-        repository: &dyn Repository,
-        files: &dyn RemoteFiles,
+        repository: Arc<dyn Repository>,
+        remote: &dyn RemoteFiles,
+        platform: Option<&Platform>,
     ) -> Result<CopyImage, ConvertError> {
-        let config = |descriptor: &Descriptor| {
-            let digest = parse_digest(&repository.name(), &descriptor.digest)?;
-            let what = format!("config {} of {}", digest.short(), repository.name());
-            let unreadable = |source| read_error("read", &what, source);
-            let mut bytes = Vec::new();
-            layout::check_config_length(&repository.name(), descriptor.size)?;
-            let mut blob = repository
-                .blob(&digest, descriptor.size)
-                .map_err(unreadable)?;
-            std::io::Read::read_to_end(&mut blob, &mut bytes).map_err(unreadable)?;
-            Ok(bytes)
-        };
-        let open = |name: String, layer: &Descriptor, digest: &Digest| {
-            let Some(merkle_root) = layout::merkle_root(&name, layer)? else {
-                return Err(ConvertError::refused(
-                    format!("{name}: the manifest has no root hash for it"),
-                    "an earlier version of bcow wrote the manifest; `skopeo copy` copies the image",
-                ));
-            };
-            let recorded = RecordedFile {
-                digest: digest.clone(),
-                file_bytes: layer.size,
-                merkle_root,
-            };
-            match files.open(digest, &recorded) {
-                Ok(Some(storage)) => CopyFile::new(name, storage, true),
-                Ok(None) => Err(ConvertError::missing_blob(&name, digest)),
-                Err(error) => Err(ConvertError::read_through(&name, error)),
-            }
+        let place = Place {
+            name: repository.name(),
+            files: &Files::Registry(repository),
+            remote: Some(remote),
         };
         let from_index = image.from_index;
-        let image = CopyImage::of_manifest(repository.name(), image.manifest, &config, &open)?;
+        let image = place.image(image.manifest, Others::Refused)?;
+        layout::check_platform(&place.name, image.platform.as_ref(), platform)?;
         Ok(CopyImage {
             from_index,
             ..image
         })
-    }
-
-    fn of_manifest(
-        name: String,
-        manifest: Vec<u8>,
-        config: &dyn Fn(&Descriptor) -> Result<Vec<u8>, ConvertError>,
-        open: &dyn Fn(String, &Descriptor, &Digest) -> Result<CopyFile, ConvertError>,
-    ) -> Result<CopyImage, ConvertError> {
-        let document: layout::ManifestDocument = layout::parse(&name, &manifest)?;
-        layout::check_layer_count(&name, document.layers.len())?;
-        let count = document.layers.len().saturating_sub(1);
-        let files = document
-            .layers
-            .iter()
-            .enumerate()
-            .map(|(index, layer)| {
-                let digest = parse_digest(&name, &layer.digest)?;
-                let part = match &*layer.media_type {
-                    STACK => format!("stack ({})", digest.short()),
-                    LAYER => crate::image::layer_name(index, count, Some(&digest)),
-                    other => return Err(ConvertError::media_type(&name, other)),
-                };
-                let file = open(format!("{part} of {name}"), layer, &digest)?;
-                let differs = |what: &'static str| {
-                    ConvertError::layout(
-                        &file.name,
-                        format!("its {what} differs from its manifest"),
-                    )
-                };
-                if file.bytes != layer.size {
-                    return Err(differs("length"));
-                }
-                let root = layout::merkle_root(&name, layer)?;
-                if root.is_some_and(|root| root != file.merkle_root) {
-                    return Err(differs("root hash"));
-                }
-                Ok((digest, file))
-            })
-            .collect::<Result<Vec<_>, _>>()?;
-        let bytes = config(&document.config)?;
-        let expected = parse_digest(&name, &document.config.digest)?;
-        let found = Digest::of(&bytes);
-        check_equal(&format!("config of {name}"), "digest", &expected, &found)?;
-        Ok(CopyImage::new(name, manifest, (found, bytes), files))
     }
 
     fn new(
@@ -207,6 +230,7 @@ impl CopyImage {
             manifest,
             config,
             files,
+            others: Vec::new(),
         }
     }
 

@@ -6,12 +6,15 @@ use std::sync::Arc;
 
 use bcow::{MemoryStorage, Storage};
 
+use super::image::OtherBlob;
 use super::{BlobReport, CopyImage};
+use crate::archive::Files;
 use crate::cancel::Cancel;
 use crate::digest::Digest;
 use crate::error::ConvertError;
 use crate::in_order::InOrder;
-use crate::layout::OCI_MANIFEST;
+use crate::layout::write::LayoutWriter;
+use crate::layout::{Descriptor, OCI_MANIFEST};
 use crate::options::{Progress, RunOptions};
 use crate::repository::Upload;
 
@@ -40,37 +43,78 @@ impl<'a> Sending<'a> {
 
     /// Sends the blobs that the registry does not have, and then the manifest.
     pub(super) fn image(&self, image: &CopyImage) -> Result<Vec<BlobReport>, ConvertError> {
-        let files = image.distinct_files();
-        let bytes = files.iter().map(|(_, file)| file.bytes);
-        self.progress.total(Some(bytes.sum()));
-        let mut reports = Vec::new();
-        for (digest, file) in files {
-            self.progress.phase(&file.name);
-            let check = || file.check(digest, self.options.cancel.as_deref());
-            let sent = |bytes| self.progress.advance(bytes);
-            let copied_bytes = self.blob(digest, &file.storage, file.bytes, &check, &sent)?;
-            self.cancel().check()?;
-            reports.push(BlobReport::new(digest, file.bytes, copied_bytes));
-        }
-        let (digest, config) = &image.config;
-        let bytes = config.len() as u64;
-        let config: Arc<dyn Storage> = Arc::new(MemoryStorage::new(config.clone()));
-        let sent = self.blob(digest, &config, bytes, &|| Ok(()), &|_| {})?;
-        reports.push(BlobReport::new(digest, bytes, sent));
+        let reports = self.blobs(image)?;
         self.upload
             .manifest(&image.manifest, OCI_MANIFEST, &image.digest)
             .map_err(|error| self.failed(error))?;
         Ok(reports)
     }
 
-    /// Sends a blob that the registry does not have, after `check`. `sent` learns of each byte that
-    /// is sent or need not be sent. Returns the number of bytes sent.
+    /// Sends a manifest or an index that its descriptor names.
+    pub(super) fn store(&self, bytes: &[u8], from: &Descriptor) -> Result<(), ConvertError> {
+        self.upload
+            .store(bytes, &from.media_type, &Digest::of(bytes))
+            .map_err(|error| self.failed(error))
+    }
+
+    /// The same, and gives it the name of the image.
+    pub(super) fn name(&self, bytes: &[u8], from: &Descriptor) -> Result<(), ConvertError> {
+        self.upload
+            .manifest(bytes, &from.media_type, &Digest::of(bytes))
+            .map_err(|error| self.failed(error))
+    }
+
+    /// Sends a blob of the place `files` that is no BCoW file. It is stored on this machine first,
+    /// if the registry does not have it, and compared with its digest.
+    pub(super) fn other(
+        &self,
+        other: &OtherBlob,
+        files: &Files,
+        scratch: &LayoutWriter,
+    ) -> Result<BlobReport, ConvertError> {
+        let (digest, bytes) = (&other.digest, other.descriptor.size);
+        let content = || -> Result<Arc<dyn Storage>, ConvertError> {
+            let blob = scratch.copy_of(files, "blob", &other.descriptor)?;
+            Ok(Arc::new(blob.file()?))
+        };
+        let sent = self.blob(digest, bytes, &content, &|_| {})?;
+        Ok(BlobReport::new(digest, bytes, sent))
+    }
+
+    /// Sends the BCoW files and the configuration, if the registry does not have them.
+    pub(super) fn blobs(&self, image: &CopyImage) -> Result<Vec<BlobReport>, ConvertError> {
+        let files = image.distinct_files();
+        let bytes = files.iter().map(|(_, file)| file.bytes);
+        self.progress.total(Some(bytes.sum()));
+        let mut reports = Vec::new();
+        for (digest, file) in files {
+            self.progress.phase(&file.name);
+            let content = || {
+                file.check(digest, self.options.cancel.as_deref())?;
+                Ok(Arc::clone(&file.storage))
+            };
+            let sent = |bytes| self.progress.advance(bytes);
+            let copied_bytes = self.blob(digest, file.bytes, &content, &sent)?;
+            self.cancel().check()?;
+            reports.push(BlobReport::new(digest, file.bytes, copied_bytes));
+        }
+        let (digest, config) = &image.config;
+        let bytes = config.len() as u64;
+        let content = || -> Result<Arc<dyn Storage>, ConvertError> {
+            Ok(Arc::new(MemoryStorage::new(config.clone())))
+        };
+        let sent = self.blob(digest, bytes, &content, &|_| {})?;
+        reports.push(BlobReport::new(digest, bytes, sent));
+        Ok(reports)
+    }
+
+    /// Sends a blob that the registry does not have. `content` returns the checked content. `sent`
+    /// learns of each byte that is sent or need not be sent. Returns the number of bytes sent.
     fn blob(
         &self,
         digest: &Digest,
-        content: &Arc<dyn Storage>,
         bytes: u64,
-        check: &dyn Fn() -> Result<(), ConvertError>,
+        content: &dyn Fn() -> Result<Arc<dyn Storage>, ConvertError>,
         sent: &dyn Fn(u64),
     ) -> Result<u64, ConvertError> {
         let failed = |error| self.failed(error);
@@ -78,10 +122,10 @@ impl<'a> Sending<'a> {
             sent(bytes);
             return Ok(0);
         }
-        check()?;
+        let content = content()?;
         let open = |offset| -> io::Result<Box<dyn io::Read>> {
             Ok(Box::new(InOrder {
-                storage: Arc::clone(content),
+                storage: Arc::clone(&content),
                 at: offset,
                 end: bytes,
                 cancel: self.options.cancel.clone(),
@@ -150,6 +194,14 @@ pub(super) mod tests {
             Err(io::Error::other(error.to_string()))
         }
 
+        fn named(&self) -> io::Result<Option<Vec<u8>>> {
+            Ok(None)
+        }
+
+        fn store(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
+            unreachable!("one manifest has the name")
+        }
+
         fn manifest(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
             assert!(self.has_all, "a blob is missing");
             Ok(())
@@ -185,6 +237,7 @@ pub(super) mod tests {
             from_index: FromIndex::default(),
             config: (Digest::of(b"{}"), b"{}".to_vec()),
             files: vec![(digest, file)],
+            others: Vec::new(),
         }
     }
 

@@ -138,6 +138,7 @@ pub fn export_layout(
     let trees = layers.filesystems();
     // Check the configuration before anything is written.
     let template = ConfigTemplate::new(config)?;
+    destination.place.require_no_index()?;
     let writer = LayoutWriter::open(&destination.place, options.cancel.clone())?;
     let stop = AtomicBool::new(false);
     let export = ImageExport {
@@ -183,7 +184,7 @@ pub fn export_layout(
     if !destination.annotations.is_empty() {
         manifest["annotations"] = json!(destination.annotations);
     }
-    let manifest = writer.document(&json_bytes(&manifest, path)?)?;
+    let manifest = writer.manifest(&json_bytes(&manifest, path)?, OCI_MANIFEST)?;
     let entry = ManifestEntry {
         platform,
         reference: destination.place.reference.clone(),

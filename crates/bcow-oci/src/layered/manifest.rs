@@ -23,14 +23,14 @@ const DIFF_ID: &str = "io.bcow.layer.diff-id";
 /// The options that the layer was made with, as JSON.
 const OPTIONS: &str = "io.bcow.layer.options";
 /// The version of bcow that made the layer.
-const TOOL: &str = "io.bcow.tool";
+pub(crate) const TOOL: &str = "io.bcow.tool";
 /// Digest, media type and size of the source blob of the layer. The digest is a claim on which
 /// later conversions rely, so it is written only for a blob that was checked.
 const SOURCE_DIGEST: &str = "io.bcow.source.digest";
 const SOURCE_MEDIA_TYPE: &str = "io.bcow.source.media-type";
 const SOURCE_SIZE: &str = "io.bcow.source.size";
 /// The manifest that the image was made of.
-const SOURCE_MANIFEST: &str = "io.bcow.source.manifest";
+pub(crate) const SOURCE_MANIFEST: &str = "io.bcow.source.manifest";
 const CREATED: &str = "org.opencontainers.image.created";
 
 /// The input of a manifest.

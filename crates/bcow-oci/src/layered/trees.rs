@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{LayoutOptions, LayoutReport, check_options, convert_image};
+use super::{LayoutOptions, LayoutReport, Made, check_options, convert_image};
 use crate::blob::Blob;
 use crate::error::ConvertError;
 use crate::export::Layers;
@@ -31,6 +31,7 @@ pub fn convert_trees(
     progress: &dyn Progress,
 ) -> Result<LayoutReport, ConvertError> {
     check_options(layout, options)?;
+    layout.place.require_no_index()?;
     let writer = LayoutWriter::open(&layout.place, options.cancel.clone())?;
     progress.phase("reading");
     let export = RunOptions {
@@ -62,7 +63,8 @@ pub fn convert_trees(
         ..Image::default()
     };
     progress.total(Some(archives.iter().map(|(blob, _)| blob.size).sum()));
-    let (blobs, entry, report) = convert_image(&image, layout, &writer, options, progress)?;
-    writer.publish(blobs, &entry, progress)?;
+    let mut made = Made::default();
+    let (entry, report) = convert_image(&image, layout, &writer, &mut made, options, progress)?;
+    writer.publish(made.blobs, &entry, progress)?;
     Ok(report)
 }

@@ -1,20 +1,21 @@
-//! Selects the manifest of an image by its name and platform.
+//! Selects the manifest of an image by its name and platform, and lists all manifests of an index.
 
 use std::rc::Rc;
 
 use super::{
     Descriptor, IMAGE, IndexDocument, MAX_INDEX_DEPTH, MAX_MANIFEST_BYTES, MAX_MANIFESTS,
-    check_version, document, in_files, no_layout, parse,
+    check_version, in_files, manifest_bytes, no_layout, parse,
 };
 use crate::archive::Files;
 use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::left_out::{Annotations, FromIndex};
 use crate::platform::Platform;
 
-/// The form of the requested image. It counts only if no name is given.
+/// The form of the requested image.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Form {
+pub(crate) enum Form {
     Any,
+    /// Images in BCoW form are preferred to others.
     Bcow,
 }
 
@@ -26,15 +27,49 @@ pub(super) struct Chosen {
     pub from_index: FromIndex,
 }
 
-/// A manifest among which one is selected.
-struct Candidate {
-    descriptor: Descriptor,
+/// A manifest of an index.
+#[derive(Clone)]
+pub(crate) struct Candidate {
+    pub descriptor: Descriptor,
     path: IndexPath,
 }
 
 /// The annotations of the indexes on the way to a manifest, and of their descriptors, in this
 /// order. The manifests of an index share them.
 type IndexPath = Vec<Rc<Annotations>>;
+
+/// The manifests that an index and its nested indexes list.
+pub(crate) struct Manifests {
+    pub images: Vec<Candidate>,
+    /// Records of the build, and signatures.
+    pub attestations: Vec<Candidate>,
+    /// The indexes that were read, from the outermost on.
+    pub indexes: Vec<Descriptor>,
+    /// The annotations of the outermost index, and of its descriptor.
+    pub annotations: Annotations,
+}
+
+impl Form {
+    /// Leaves only the images in BCoW form, if there are such images.
+    fn prefer<T>(self, all: &mut Vec<T>, descriptor: impl Fn(&T) -> &Descriptor) {
+        let is_bcow = |one: &T| descriptor(one).artifact_type.as_deref() == Some(IMAGE);
+        if self == Form::Bcow && all.iter().any(is_bcow) {
+            all.retain(is_bcow);
+        }
+    }
+}
+
+impl Candidate {
+    /// What the indexes say of this manifest.
+    pub(crate) fn from_index(&self) -> FromIndex {
+        let mut from_index = FromIndex::default();
+        for found in &self.path {
+            from_index.annotate(Some(found));
+        }
+        from_index.annotate(self.descriptor.annotations.as_ref());
+        from_index
+    }
+}
 
 /// Selects the manifest for `reference` and `platform`.
 pub(super) fn choose(
@@ -43,21 +78,10 @@ pub(super) fn choose(
     platform: Option<&Platform>,
     form: Form,
 ) -> Result<Chosen, ConvertError> {
-    check_version(files)?;
-    let index: IndexDocument = match files.document("index.json", MAX_MANIFEST_BYTES)? {
-        Some(bytes) => parse(&in_files(files, "index.json"), &bytes)?,
-        None => return Err(no_layout(files, "it has no index.json")),
-    };
-    let mut manifests = index.manifests.unwrap_or_default();
-    let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
-    // Without a name, a request for a BCoW image must not select an ordinary image in the same
-    // layout.
-    if form == Form::Bcow && reference.is_none() && manifests.iter().any(is_bcow) {
-        manifests.retain(is_bcow);
-    }
-    let named = choose_named(files, manifests, reference)?;
+    let named = named(files, reference, form)?;
     let name = named.iter().find_map(|d| d.name()).map(str::to_owned);
-    let (descriptor, from_index) = choose_platform(files, named, platform)?;
+    let manifests = Manifests::of(files, named, None)?;
+    let (descriptor, from_index) = manifests.choose(&files.name(), platform, form)?;
     Ok(Chosen {
         name,
         descriptor,
@@ -65,42 +89,26 @@ pub(super) fn choose(
     })
 }
 
-/// Selects a manifest for `platform` from an index of a registry. It prefers images in BCoW form.
-/// The selected descriptor can be that of another index. `place` is the name of the index in
-/// messages. Adds the annotations and the other entries of the
-/// index to `from_index`.
-pub(crate) fn choose_in_index(
-    place: &str,
-    mut manifests: Vec<Descriptor>,
-    platform: Option<&Platform>,
-    from_index: &mut FromIndex,
-) -> Result<Descriptor, ConvertError> {
-    check_limit(LimitKind::Manifests, manifests.len() as u64, MAX_MANIFESTS)
-        .map_err(|exceeded| exceeded.at(TarPlace::layer(place)))?;
-    let listed = manifests.len();
-    manifests.retain(|descriptor| !descriptor.is_attestation());
-    from_index.left_out.attestations += (listed - manifests.len()) as u64;
-    let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
-    if manifests.iter().any(is_bcow) {
-        manifests.retain(is_bcow);
-    }
-    let best = best_platform(place, manifests.iter(), platform)?;
-    let chosen = manifests.swap_remove(best);
-    from_index.annotate(chosen.annotations.as_ref());
-    leave_out(from_index, manifests.iter());
-    Ok(chosen)
-}
-
-/// Adds images that were not selected.
-fn leave_out<'d>(from_index: &mut FromIndex, others: impl Iterator<Item = &'d Descriptor>) {
-    let platform = |other: &Descriptor| match &other.platform {
-        Some(platform) => platform.to_string(),
-        None => other.digest.clone(),
-    };
-    from_index.left_out.platforms.extend(others.map(platform));
-}
-
 /// The descriptors that match the reference: one, or one per platform.
+pub(crate) fn named(
+    files: &Files,
+    reference: Option<&str>,
+    form: Form,
+) -> Result<Vec<Descriptor>, ConvertError> {
+    check_version(files)?;
+    let index: IndexDocument = match files.document("index.json", MAX_MANIFEST_BYTES)? {
+        Some(bytes) => parse(&in_files(files, "index.json"), &bytes)?,
+        None => return Err(no_layout(files, "it has no index.json")),
+    };
+    let mut manifests = index.manifests.unwrap_or_default();
+    // Without a name, a request for a BCoW image must not select an ordinary image in the same
+    // layout.
+    if reference.is_none() {
+        form.prefer(&mut manifests, |descriptor| descriptor);
+    }
+    choose_named(files, manifests, reference)
+}
+
 fn choose_named(
     files: &Files,
     manifests: Vec<Descriptor>,
@@ -138,91 +146,125 @@ fn choose_named(
     }
 }
 
-/// Selects the manifest for the platform; reads nested indexes.
-fn choose_platform(
-    files: &Files,
-    descriptors: Vec<Descriptor>,
-    platform: Option<&Platform>,
-) -> Result<(Descriptor, FromIndex), ConvertError> {
-    let mut from_index = FromIndex::default();
-    let mut manifests: Vec<Candidate> = Vec::new();
-    let candidate = |descriptor: Descriptor, path: &IndexPath| Candidate {
-        descriptor,
-        path: path.clone(),
-    };
-    let mut level: Vec<_> = descriptors
-        .into_iter()
-        .map(|descriptor| candidate(descriptor, &Vec::new()))
-        .collect();
-    let mut depth = 0;
-    let mut read_indexes = 0;
-    while !level.is_empty() {
-        let listed = level.len();
-        level.retain(|candidate| !candidate.descriptor.is_attestation());
-        from_index.left_out.attestations += (listed - level.len()) as u64;
-        let (indexes, found): (Vec<_>, Vec<_>) = level
+impl Manifests {
+    /// The manifests of `descriptors`, and of the indexes among them. `annotations` are those of the
+    /// index that has the descriptors.
+    pub(crate) fn of(
+        files: &Files,
+        descriptors: Vec<Descriptor>,
+        annotations: Option<Annotations>,
+    ) -> Result<Self, ConvertError> {
+        let (mut images, mut attestations, mut read) = (Vec::new(), Vec::new(), Vec::new());
+        let mut of_root = FromIndex::default();
+        of_root.annotate(annotations.as_ref());
+        let has_root = descriptors.len() == 1;
+        let candidate = |descriptor: Descriptor, path: &IndexPath| Candidate {
+            descriptor,
+            path: path.clone(),
+        };
+        let path: IndexPath = annotations.into_iter().map(Rc::new).collect();
+        let mut level: Vec<_> = descriptors
             .into_iter()
-            .partition(|candidate| candidate.descriptor.is_index());
-        manifests.extend(found);
-        depth += 1;
+            .map(|descriptor| candidate(descriptor, &path))
+            .collect();
+        let mut depth = 0;
         let check = |kind, value: usize, allowed| {
             check_limit(kind, value as u64, allowed)
                 .map_err(|exceeded| exceeded.at(TarPlace::layer(files.name())))
         };
-        check(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)?;
-        level = Vec::new();
-        for Candidate { descriptor, path } in indexes {
-            // An index without entries counts too: reading it takes time.
-            read_indexes += 1;
-            check(LimitKind::Manifests, read_indexes, MAX_MANIFESTS)?;
-            let (place, bytes) = document(files, "index", &descriptor, MAX_MANIFEST_BYTES)?;
-            let index: IndexDocument = parse(&place, &bytes)?;
-            let annotations = [index.annotations, descriptor.annotations];
-            let mut path = path;
-            path.extend(annotations.into_iter().flatten().map(Rc::new));
-            let entries = index.manifests.unwrap_or_default().into_iter();
-            level.extend(entries.map(|entry| candidate(entry, &path)));
-            let count = manifests.len() + level.len();
-            check(LimitKind::Manifests, count, MAX_MANIFESTS)?;
+        check(LimitKind::Manifests, level.len(), MAX_MANIFESTS)?;
+        while !level.is_empty() {
+            let (others, found): (Vec<_>, Vec<_>) = level
+                .into_iter()
+                .partition(|candidate| candidate.descriptor.is_attestation());
+            attestations.extend(others);
+            let (indexes, found): (Vec<_>, Vec<_>) = found
+                .into_iter()
+                .partition(|candidate| candidate.descriptor.is_index());
+            images.extend(found);
+            depth += 1;
+            check(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)?;
+            level = Vec::new();
+            for Candidate { descriptor, path } in indexes {
+                let (place, bytes) = manifest_bytes(files, "index", &descriptor)?;
+                let index: IndexDocument = parse(&place, &bytes)?;
+                let annotations = [index.annotations, descriptor.annotations.clone()];
+                if has_root && depth == 1 {
+                    for found in &annotations {
+                        of_root.annotate(found.as_ref());
+                    }
+                }
+                let mut path = path;
+                path.extend(annotations.into_iter().flatten().map(Rc::new));
+                let entries = index.manifests.unwrap_or_default().into_iter();
+                level.extend(entries.map(|entry| candidate(entry, &path)));
+                let count = images.len() + attestations.len() + level.len();
+                check(LimitKind::Manifests, count, MAX_MANIFESTS)?;
+                // An index without entries counts too: reading it takes time.
+                read.push(descriptor);
+                check(LimitKind::Manifests, read.len(), MAX_MANIFESTS)?;
+            }
         }
+        Ok(Manifests {
+            images,
+            attestations,
+            indexes: read,
+            annotations: of_root.annotations,
+        })
     }
-    let all = manifests.iter().map(|candidate| &candidate.descriptor);
-    let best = best_platform(&files.name(), all, platform)?;
-    let Candidate { descriptor, path } = manifests.swap_remove(best);
-    path.iter()
-        .for_each(|found| from_index.annotate(Some(found)));
-    from_index.annotate(descriptor.annotations.as_ref());
-    leave_out(
-        &mut from_index,
-        manifests.iter().map(|other| &other.descriptor),
-    );
-    Ok((descriptor, from_index))
+
+    /// Selects the manifest for the platform. `place` is the name of the index in messages. The
+    /// annotations on the way to the manifest, and what was not selected, are returned too.
+    pub(crate) fn choose(
+        self,
+        place: &str,
+        platform: Option<&Platform>,
+        form: Form,
+    ) -> Result<(Descriptor, FromIndex), ConvertError> {
+        let mut images = self.images;
+        form.prefer(&mut images, |candidate| &candidate.descriptor);
+        let best = best_platform(place, &images, platform)?;
+        let chosen = images.swap_remove(best);
+        let mut from_index = chosen.from_index();
+        from_index.left_out.attestations = self.attestations.len() as u64;
+        let others = images.iter().map(|other| other.descriptor.platform_name());
+        from_index.left_out.platforms.extend(others);
+        Ok((chosen.descriptor, from_index))
+    }
 }
 
 /// The position of the manifest for the platform. If there is only one manifest, its platform does
 /// not count.
-fn best_platform<'d>(
+fn best_platform(
     place: &str,
-    manifests: impl ExactSizeIterator<Item = &'d Descriptor> + DoubleEndedIterator + Clone,
+    manifests: &[Candidate],
     platform: Option<&Platform>,
 ) -> Result<usize, ConvertError> {
     if manifests.len() == 1 {
         return Ok(0);
     }
     let host = Platform::host();
-    let wanted = platform.unwrap_or(&host);
-    let best = manifests
+    nearest(place, manifests, platform.unwrap_or(&host))
+}
+
+/// The position of the manifest that matches the platform best.
+pub(crate) fn nearest(
+    place: &str,
+    manifests: &[Candidate],
+    wanted: &Platform,
+) -> Result<usize, ConvertError> {
+    let platforms = manifests.iter().map(|one| one.descriptor.platform.as_ref());
+    let best = platforms
         .clone()
         .enumerate()
-        .filter_map(|(index, d)| Some((wanted.rank(d.platform.as_ref()?)?, index)))
+        .filter_map(|(index, platform)| Some((wanted.rank(platform?)?, index)))
         // Of equal ranks the first one wins; without `rev`, `max_by_key` returns the last one.
         .rev()
         .max_by_key(|&(rank, _)| rank);
     match best {
         Some((_, index)) => Ok(index),
         None => {
-            let available = manifests.filter_map(|d| Some(d.platform.as_ref()?.to_string()));
-            let available: Vec<String> = available.collect();
+            let available: Vec<String> = platforms.flatten().map(Platform::to_string).collect();
             Err(ConvertError::no_platform(place.into(), wanted, &available))
         }
     }

@@ -7,7 +7,7 @@
 //! fails, the writer removes a layout that it created for this image. A registry gets the blobs
 //! from unnamed files when all are complete, and the manifest last.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{DirEntry, File};
 use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::fs::FileExt;
@@ -20,11 +20,14 @@ use bcow_erofs::reader::Timestamp;
 use rustix::fs::FlockOperation;
 use serde_json::{Map, Value, json};
 
-use super::{MAX_MANIFEST_BYTES, OCI_INDEX, OCI_MANIFEST};
-use crate::blob::{open_regular, read_error};
+use super::{
+    Descriptor, IndexDocument, MAX_MANIFEST_BYTES, OCI_INDEX, blob, manifest_bytes, parse,
+};
+use crate::archive::Files;
+use crate::blob::{BlobReader, open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, Digest};
-use crate::error::ConvertError;
+use crate::error::{ConvertError, check_equal, check_size};
 use crate::in_order::InOrder;
 use crate::left_out::{Annotations, NAME};
 use crate::options::Progress;
@@ -33,6 +36,7 @@ use crate::parallel;
 use crate::platform::Platform;
 use crate::repository::Upload;
 use crate::tar::writer::{EntryError, Kind, TarHeader, TarWriter};
+use crate::text::plural;
 
 /// Bytes per read when a blob is copied into an archive.
 const COPY_BYTES: usize = 1 << 20;
@@ -63,6 +67,8 @@ pub struct LayoutPlace {
     pub form: LayoutForm,
     /// Name of the image in the layout. A registry has it in [`LayoutPlace::form`].
     pub reference: Option<String>,
+    /// Whether one image may replace an index, which has images for several platforms.
+    pub replaces_index: bool,
 }
 
 impl LayoutPlace {
@@ -74,6 +80,61 @@ impl LayoutPlace {
         }
     }
 
+    /// Fails if one image would replace an index, unless that is allowed.
+    pub(crate) fn require_no_index(&self) -> Result<(), ConvertError> {
+        if self.replaces_index {
+            return Ok(());
+        }
+        let count = match &self.form {
+            LayoutForm::Archive => None,
+            LayoutForm::Registry(upload) => {
+                let name = upload.name();
+                let there = upload.named();
+                match there.map_err(|source| read_error("read", &name, source))? {
+                    // What cannot be parsed is no index.
+                    Some(bytes) => parse(&name, &bytes).ok().and_then(count_of),
+                    None => None,
+                }
+            }
+            LayoutForm::Directory => self.index_there()?,
+        };
+        match count {
+            Some(count) => Err(ConvertError::refused(
+                format!(
+                    "{} is an index of {}, which one image would replace",
+                    self.shown(),
+                    plural(count as u64, "manifest")
+                ),
+                "write to another name; `bcow convert --platform all` makes an index, and --force \
+                 of `convert` and `copy` replaces it by one image",
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// The number of manifests of the index that has the name in the layout's directory.
+    fn index_there(&self) -> Result<Option<usize>, ConvertError> {
+        if !self.path.join("index.json").exists() {
+            return Ok(None);
+        }
+        let files = Files::directory(&self.path)?;
+        let read = |bytes: Vec<u8>| parse::<IndexDocument>(&files.name(), &bytes).ok();
+        let index = files
+            .document("index.json", MAX_MANIFEST_BYTES)?
+            .and_then(read);
+        let entries = index.and_then(|index| index.manifests).unwrap_or_default();
+        let is_there = |entry: &&Descriptor| {
+            entry.is_index() && entry.annotation(NAME) == self.reference.as_deref()
+        };
+        let found = entries.iter().find(is_there);
+        // A damaged index is one all the same.
+        Ok(found.map(|entry| {
+            let bytes = manifest_bytes(&files, "index", entry).ok();
+            let index = bytes.and_then(|(_, bytes)| read(bytes));
+            index.and_then(count_of).unwrap_or_default()
+        }))
+    }
+
     /// The layout alone.
     pub fn without_reference(&self) -> String {
         let transport = match &self.form {
@@ -83,6 +144,11 @@ impl LayoutPlace {
         };
         format!("{transport}:{}", self.path.display())
     }
+}
+
+/// The number of manifests of an index; `None` if the document is not one.
+fn count_of(index: IndexDocument) -> Option<usize> {
+    index.manifests.map(|manifests| manifests.len())
 }
 
 /// Writes into one layout.
@@ -112,10 +178,13 @@ pub(crate) struct NewBlob {
     output: Output,
     pub digest: Digest,
     pub size: u64,
+    /// The media type of a manifest or an index, which registries store apart from blobs.
+    manifest: Option<String>,
 }
 
-/// A manifest's entry in the index.
+/// The entry of a manifest or an index in an index.
 pub(crate) struct ManifestEntry {
+    pub media_type: String,
     pub digest: Digest,
     pub size: u64,
     pub artifact_type: Option<&'static str>,
@@ -266,7 +335,44 @@ impl LayoutWriter {
             output,
             digest,
             size,
+            manifest: None,
         })
+    }
+
+    /// The manifest or the index with these bytes.
+    pub(crate) fn manifest(&self, bytes: &[u8], media_type: &str) -> Result<NewBlob, ConvertError> {
+        Ok(NewBlob {
+            manifest: Some(media_type.to_owned()),
+            ..self.document(bytes)?
+        })
+    }
+
+    /// A copy of a blob of another place, with the same digest.
+    pub(crate) fn copy_of(
+        &self,
+        files: &Files,
+        kind: &str,
+        descriptor: &Descriptor,
+    ) -> Result<NewBlob, ConvertError> {
+        let (place, expected, blob) = blob(files, kind, descriptor)?;
+        let output = self.new_blob()?;
+        let mut file = output.file()?;
+        let mut reader = BlobReader::new(&blob, self.cancel());
+        let mut buffer = vec![0; COPY_BYTES];
+        loop {
+            let count = reader
+                .read(&mut buffer)
+                .map_err(|source| read_error("read", &place, source))?;
+            if count == 0 {
+                break;
+            }
+            file.write_all(&buffer[..count])
+                .map_err(|source| ConvertError::write("write", &self.blobs, source))?;
+        }
+        let copy = self.finish(output)?;
+        check_size(&place, descriptor.size, copy.size)?;
+        check_equal(&place, "digest", &expected, &copy.digest)?;
+        Ok(copy)
     }
 
     /// A blob with these bytes.
@@ -385,7 +491,8 @@ impl LayoutWriter {
         replace(&path, &bytes)
     }
 
-    /// Sends the blobs, several at a time, and the manifest last.
+    /// Sends the blobs, several at a time, then the manifests in their order, and that of the entry
+    /// last.
     fn send(
         &self,
         upload: &dyn Upload,
@@ -403,11 +510,12 @@ impl LayoutWriter {
             }
         };
         progress.phase("sending");
-        progress.total(Some(blobs.iter().map(|blob| blob.size).sum()));
+        let mut seen = HashSet::new();
+        let (parts, manifests): (Vec<usize>, Vec<usize>) = (0..blobs.len())
+            .filter(|&index| seen.insert(&blobs[index].digest))
+            .partition(|&index| blobs[index].manifest.is_none());
+        progress.total(Some(parts.iter().map(|&index| blobs[index].size).sum()));
         let sent = |bytes| progress.advance(bytes);
-        let parts: Vec<usize> = (0..blobs.len())
-            .filter(|&index| blobs[index].digest != entry.digest)
-            .collect();
         parallel::run(&parts, UPLOADS_AT_ONCE, &AtomicBool::new(false), |index| {
             let blob = &blobs[index];
             let open = |offset| -> io::Result<Box<dyn Read>> {
@@ -418,20 +526,24 @@ impl LayoutWriter {
                 .blob(&blob.digest, blob.size, &open, &sent)
                 .map_err(failed)
         })?;
-        let manifest = blobs.iter().find(|blob| blob.digest == entry.digest);
-        let mut bytes = vec![0; entry.size as usize];
-        if let Some(manifest) = manifest {
-            let file = manifest.file()?;
+        let others = |&index: &usize| blobs[index].digest != entry.digest;
+        let last = manifests.iter().copied().filter(|index| !others(index));
+        for index in manifests.iter().copied().filter(others).chain(last) {
+            let NewBlob { digest, size, .. } = &blobs[index];
+            let media_type = blobs[index].manifest.as_deref().unwrap_or_default();
+            let mut bytes = vec![0; *size as usize];
+            let file = blobs[index].file()?;
             file.read_exact_at(&mut bytes, 0).map_err(failed)?;
-        }
-        match &entry.subject {
-            None => upload.manifest(&bytes, OCI_MANIFEST, &entry.digest),
-            Some(subject) => {
-                let descriptor = entry.descriptor();
-                upload.attach(&bytes, OCI_MANIFEST, &entry.digest, subject, &descriptor)
+            match &entry.subject {
+                _ if *digest != entry.digest => upload.store(&bytes, media_type, digest),
+                None => upload.manifest(&bytes, media_type, digest),
+                Some(subject) => {
+                    upload.attach(&bytes, media_type, digest, subject, &entry.descriptor())
+                }
             }
+            .map_err(failed)?;
         }
-        .map_err(failed)
+        Ok(())
     }
 
     /// The bytes of a blob from `at` on.
@@ -511,6 +623,7 @@ impl ManifestEntry {
     /// The entry of a manifest without a name.
     pub(crate) fn of(manifest: &NewBlob) -> Self {
         ManifestEntry {
+            media_type: manifest.manifest.clone().unwrap_or_default(),
             digest: manifest.digest.clone(),
             size: manifest.size,
             artifact_type: None,
@@ -521,8 +634,8 @@ impl ManifestEntry {
         }
     }
 
-    fn descriptor(&self) -> Value {
-        let mut all = descriptor(OCI_MANIFEST, &self.digest, self.size);
+    pub(crate) fn descriptor(&self) -> Value {
+        let mut all = descriptor(&self.media_type, &self.digest, self.size);
         if let Some(artifact_type) = self.artifact_type {
             all.insert("artifactType".into(), json!(artifact_type));
         }

@@ -49,7 +49,7 @@ pub fn locate(name: &LocalImage) -> Result<Located, StoreError> {
             reference,
         } => {
             let files = Files::directory(directory)?;
-            let (digest, size) = layout::find_bcow(&files, reference.as_deref())?.stack;
+            let (digest, size) = layout::find_bcow(&files, reference.as_deref(), None)?.stack;
             (directory, digest, Some(size))
         }
         LocalImage::Blob { directory, digest } => {

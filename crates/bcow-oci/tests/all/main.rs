@@ -12,5 +12,6 @@ mod makers;
 mod model;
 mod mutations;
 mod output;
+mod platforms;
 mod stores;
 mod support;
