@@ -603,6 +603,14 @@ class Mounted(UpperCase):
         bcow("rollback", self.upper, "one")
         self.assert_shows(self.upper, shown)
 
+    def test_the_copy_of_a_killed_fork_is_removed(self):
+        need("strace")
+        command, fork = ["fork", self.where], self.beside("fork")
+        self.assertFalse(killed_at("mkdirat", 1, [*command, fork]))
+        self.assertEqual(len(snapshots(self.upper)), 1)
+        bcow(*command, fork)
+        self.assertEqual(snapshots(self.upper), [])
+
 
 class Pooled(UpperCase):
     """Mounts of a pool that shares files."""

@@ -65,7 +65,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let mount = mount.transpose()?;
     let (of, forked) = match target {
         Target::Disk(disk) => ("disk", Some(fork(&disk, new, &args.stores)?)),
-        Target::Upper(upper) => ("upper", fork_upper(&upper, name.as_deref(), new)?),
+        Target::Upper(upper) => ("upper", fork_upper(&upper, name.as_deref(), new, ui)?),
     };
     if let Some(command_line) = mount {
         let status = mount::execute(&command_line, Path::new("."))?;

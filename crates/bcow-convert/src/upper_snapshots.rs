@@ -7,7 +7,7 @@
 //! links of the snapshot and of the snapshots below it, under the same names. So each file exists
 //! as long as an upper needs it.
 
-use std::fs::{DirBuilder, File, TryLockError};
+use std::fs::{DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -16,22 +16,25 @@ use std::sync::Arc;
 use bcow::chain::MAX_DEPTH;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::lock::FileLock;
-use bcow::operation::{Snapshotted, snapshot, sync_directory_of};
+use bcow::operation::{Snapshotted, snapshot};
 use bcow::{
     BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, LockFileError, LockedFile,
     OpenOptions, UnreadBackings, backing_of,
 };
 use bcow_images::disks::{cannot_lock, lock_note};
 use bcow_images::error::{CommandError, Context};
+use bcow_images::image::Messages;
 use bcow_images::new_file::NewFile;
+use bcow_images::readable_upper::ReadableUpper;
 use bcow_images::requests::{ask, cannot_snapshot};
 use bcow_images::running::LOCK_IN_UPPER;
 use bcow_images::snapshots::{Snapshot, find_snapshot, snapshots};
 use bcow_images::upper::{cannot_use, tree_snapshot};
 use bcow_union::{
-    DiskInstance, Driver, META, SyncPolicy, UpperError, UpperSnapshot, disk_path, snapshot_path,
+    DiskInstance, Driver, META, SyncPolicy, UnfinishedUpper, UpperError, UpperSnapshot, disk_path,
+    snapshot_path,
 };
-use rustix::fs::{CWD, Mode, RenameFlags, renameat_with};
+use rustix::fs::Mode;
 
 use crate::snapshots::{ForkedDisk, RemovedSnapshot, free_name, remove_from, require_nothing_over};
 use crate::work::Work;
@@ -140,6 +143,8 @@ pub fn remove_upper_snapshot(
         });
     }
     let LockedUpper { file, instance } = LockedUpper::open(upper, "snapshot rm")?;
+    // Fails if a file is below itself.
+    chain(file.path())?;
     let open = |file: &LockedFile| {
         let options = OpenOptions::default();
         let directory = file.path().parent().unwrap_or(Path::new("/"));
@@ -199,15 +204,16 @@ pub fn fork_upper(
     from: &Path,
     name: Option<&str>,
     new: &Path,
+    messages: &dyn Messages,
 ) -> Result<Option<ForkedDisk>, CommandError> {
     if driver_of(from)? == Some(Driver::Fuse) {
-        return fork_tree(from, name, new).map(|()| None);
+        return fork_tree(from, name, new, messages).map(|()| None);
     }
     let cannot = || format!("cannot create {}", new.display());
-    let begun = NewDirectory::begin(new).context(cannot)?;
+    let begun = UnfinishedUpper::begin_new(new).map_err(|error| cannot_use(&error))?;
     let path = disk_path(from);
     let device = |path: &Path| path.metadata().map(|metadata| metadata.dev());
-    if device(&begun.path).context(cannot)? != device(&path).context(cannot)? {
+    if device(&begun.made()).context(cannot)? != device(&path).context(cannot)? {
         return Err(CommandError::new(cannot())
             .caused_by_text("it is in another file system than the upper, whose files it shares"));
     }
@@ -215,25 +221,28 @@ pub fn fork_upper(
         Some(name) => find_snapshot(from.display(), &path, name)?,
         None => take_upper_snapshot(from, &free_name(&snapshots(&path)?))?,
     };
-    let meta = begun.path.join(META);
-    private().create(&meta).context(cannot)?;
+    let meta = begun.made().join(META);
+    DirBuilder::new()
+        .mode(0o700)
+        .create(&meta)
+        .context(cannot)?;
     let mut locked = Vec::new();
     for file in chain(&snapshot)? {
         let open = File::open(&file).context(cannot)?;
-        // A removal of one of them waits for this lock, and finds the new link then.
         // Its owner could change it, and the kernel trusts the file system of a fork.
         let metadata = open.metadata().context(cannot)?;
         let own = rustix::process::geteuid().as_raw();
         if ![own, 0].contains(&metadata.uid()) || metadata.mode() & OTHERS_WRITE != 0 {
             return Err(cannot_use(&UpperError::Foreign(file)));
         }
+        // A removal of one of them waits for this lock, and finds the new link then.
         let shared = FileLock::shared(&open).map_err(LockFileError::Lock);
         shared.map_err(|error| cannot_lock(&file, &file, &error))?;
         locked.push(open);
         let name = file.file_name().unwrap_or_default();
         std::fs::hard_link(&file, meta.join(name)).context(cannot)?;
     }
-    let disk = NewFile::create_new(&disk_path(&begun.path))?;
+    let disk = NewFile::create_new(&disk_path(&begun.made()))?;
     let forked = write_over(&snapshot, disk.file())?;
     rustix::fs::fchmod(disk.file(), Mode::from_raw_mode(0o600))
         .map_err(io::Error::from)
@@ -243,26 +252,28 @@ pub fn fork_upper(
     let written = meta.join(RECORD);
     std::fs::write(&written, record).context(cannot)?;
     let sync = |path: &Path| File::open(path)?.sync_all();
-    sync(&written).and_then(|()| sync(&meta)).context(cannot)?;
-    begun.complete(new).context(cannot)?;
+    let synced = sync(&written)
+        .and_then(|()| sync(&meta))
+        .and_then(|()| sync(&begun.made()));
+    synced.context(cannot)?;
+    begun.complete().map_err(|error| cannot_use(&error))?;
     Ok(Some(forked))
 }
 
 /// As [`fork_upper`], for the FUSE driver.
-fn fork_tree(from: &Path, name: Option<&str>, new: &Path) -> Result<(), CommandError> {
+fn fork_tree(
+    from: &Path,
+    name: Option<&str>,
+    new: &Path,
+    messages: &dyn Messages,
+) -> Result<(), CommandError> {
     let fork = |from: &Path| bcow_union::fork_upper(from, new).map_err(|error| cannot_use(&error));
     if let Some(name) = name {
         return fork(&tree_snapshot(from, name)?);
     }
     match fork(from) {
         // It is mounted.
-        Err(error) if error.may_pass() => {
-            let name = free_name(&upper_snapshots(from)?);
-            let snapshot = take_upper_snapshot(from, &name)?;
-            let forked = fork(&snapshot);
-            let removed = bcow_union::remove_snapshot(from, &name, &lock_note("fork"));
-            forked.and(removed.map_err(|error| cannot_use(&error)))
-        }
+        Err(error) if error.may_pass() => fork(&ReadableUpper::find(from, messages)?.path),
         forked => forked,
     }
 }
@@ -320,12 +331,12 @@ fn chain(path: &Path) -> Result<Vec<PathBuf>, CommandError> {
     Ok(files)
 }
 
-/// Resolves the snapshots in a directory. A view of an image is not read.
+/// Resolves the snapshots in a directory, as they were recorded. A view of an image is not read.
 struct Beside<'a>(&'a Path);
 
 impl BackingResolver for Beside<'_> {
     fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        let BackingName::FileName { name, .. } = &backing.name else {
+        let BackingName::FileName { name, identity } = &backing.name else {
             return UnreadBackings.resolve(backing);
         };
         let file = File::open(self.0.join(name)).map_err(|source| Error::Io {
@@ -335,70 +346,11 @@ impl BackingResolver for Beside<'_> {
         })?;
         let options = OpenOptions::default();
         let image = Image::open_with_backings(Arc::new(file), &options, self)?;
+        let is_other = identity.is_some_and(|identity| identity != image.identity_hash());
+        if is_other || image.size() != backing.size {
+            let problem = format!("{name} is not the file over which the disk was made");
+            return Err(Error::Unsupported(problem));
+        }
         Ok(Some(image))
-    }
-}
-
-fn private() -> DirBuilder {
-    let mut builder = DirBuilder::new();
-    builder.mode(0o700);
-    builder
-}
-
-/// A directory that gets its name when it is complete. Dropping it removes it.
-struct NewDirectory {
-    path: PathBuf,
-    /// Locked, as long as its process lives.
-    _directory: File,
-}
-
-impl NewDirectory {
-    /// Begins a directory that becomes `destination`, which must not exist. Removes what killed
-    /// processes have left there.
-    fn begin(destination: &Path) -> io::Result<Self> {
-        if destination.symlink_metadata().is_ok() {
-            return Err(io::ErrorKind::AlreadyExists.into());
-        }
-        let name = destination.file_name().ok_or(io::ErrorKind::InvalidInput)?;
-        let prefix = format!(".bcow-{}-", name.to_string_lossy());
-        let parent = std::path::absolute(destination)?;
-        let parent = parent.parent().unwrap_or(Path::new("/"));
-        for left in parent.read_dir()?.flatten() {
-            let left_name = left.file_name();
-            let is_meant = left_name.to_string_lossy().starts_with(&prefix);
-            if is_meant && lock_directory(&left.path()).is_ok() {
-                let _ = std::fs::remove_dir_all(left.path());
-            }
-        }
-        let path = parent.join(format!("{prefix}{}.part", std::process::id()));
-        private().create(&path)?;
-        let directory = lock_directory(&path)?;
-        Ok(NewDirectory {
-            path,
-            _directory: directory,
-        })
-    }
-
-    /// Makes its names durable, and gives it its name.
-    fn complete(self, destination: &Path) -> io::Result<()> {
-        File::open(&self.path)?.sync_all()?;
-        renameat_with(CWD, &self.path, CWD, destination, RenameFlags::NOREPLACE)?;
-        sync_directory_of(destination)
-    }
-}
-
-impl Drop for NewDirectory {
-    fn drop(&mut self) {
-        // It is missing, if it has got its name.
-        let _ = std::fs::remove_dir_all(&self.path);
-    }
-}
-
-fn lock_directory(path: &Path) -> io::Result<File> {
-    let directory = File::open(path)?;
-    match directory.try_lock() {
-        Ok(()) => Ok(directory),
-        Err(TryLockError::WouldBlock) => Err(io::ErrorKind::WouldBlock.into()),
-        Err(TryLockError::Error(error)) => Err(error),
     }
 }

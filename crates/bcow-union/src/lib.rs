@@ -68,9 +68,9 @@ pub use node::NodeId;
 pub use options::{SMALL_BYTES, SyncPolicy, UnionOptions};
 pub use upper::{
     DiskInstance, DiskReader, DiskRecord, Driver, FileSystem, ImageName, Instance, META,
-    UpperError, UpperReader, UpperSnapshot, disk_path, driver_of, fork_upper, list_snapshots,
-    recover_snapshots, remove_snapshot, roll_back_upper, snapshot_directory, snapshot_path,
-    take_snapshot,
+    UnfinishedUpper, UpperError, UpperReader, UpperSnapshot, disk_path, driver_of, fork_upper,
+    list_snapshots, recover_snapshots, remove_snapshot, roll_back_upper, snapshot_directory,
+    snapshot_path, take_snapshot,
 };
 
 /// The object of a search with `lseek` (`SEEK_DATA`, `SEEK_HOLE`).

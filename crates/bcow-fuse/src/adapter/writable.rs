@@ -66,8 +66,8 @@ pub(crate) struct Writable {
 /// shall take the mount over. A request that waits here when the process ends was not executed, and
 /// the kernel sends it to the other process.
 ///
-/// Each request holds the lock shared while it is executed. It is acquired before all locks of the
-/// file system.
+/// Each request holds the lock shared while it is executed, except for the ends of descriptors and
+/// nodes, which change no file that has a name. It is acquired before all locks of the file system.
 pub(crate) type Gate = Arc<RwLock<()>>;
 
 impl Writable {

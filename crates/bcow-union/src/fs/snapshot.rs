@@ -22,6 +22,8 @@ impl UnionFs {
         let failed = |errno| UpperError::io(self.upper.path(), "make it durable", errno);
         // So that less is left to do while programs wait.
         self.sync_all().map_err(failed)?;
+        // The thread can wait for the server of an image.
+        drop(self.background.pause());
         let gate = close_gate();
         // The close of the upper waits for the end of the snapshot.
         let closed = self.closed.lock();

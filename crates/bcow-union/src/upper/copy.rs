@@ -17,8 +17,9 @@ use crate::host::errno_of;
 const PARTS: [&str; 2] = ["maps", "index"];
 
 /// Copies the content of an upper into the directory `to`, and gives `to` the attributes of its
-/// root. No process changes the tree, its index or its maps meanwhile; writes to files by
-/// passthrough may go on. Nothing is durable yet.
+/// root. No process changes the tree, its index or its maps meanwhile; but writes to files by
+/// passthrough may go on, and what files without a name have in the index and the maps may be
+/// removed. Nothing is durable yet.
 ///
 /// Files share their stored blocks with the copies if the host can do so (`FICLONE`); otherwise the
 /// stored ranges are copied. Change times and inode numbers are those of the copies.
@@ -98,6 +99,8 @@ impl Copier<'_> {
 
     fn directory(&mut self, path: &[u8]) -> Result<(), Errno> {
         let (source, target) = self.open_both(path)?;
+        let below_meta = path.strip_prefix(META.as_bytes());
+        let is_part = below_meta.is_some_and(|below| below.starts_with(b"/"));
         for name in work::list(source.as_fd())? {
             let at = match path {
                 b"" if name == META.as_bytes() => continue,
@@ -108,7 +111,11 @@ impl Copier<'_> {
                 dir: dir.as_fd(),
                 name: &name,
             });
-            self.entry(source, target, at)?;
+            match self.entry(source, target, at) {
+                // The kernel has forgotten a file without a name.
+                Err(Errno::NOENT) if is_part => work::unlink(target.dir, target.name)?,
+                copied => copied?,
+            }
         }
         Ok(())
     }

@@ -47,6 +47,7 @@ pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, host_mode};
 pub(crate) use part::SNAPSHOTS;
+pub use part::UnfinishedUpper;
 pub use reader::UpperReader;
 pub use record::{DiskRecord, FileSystem, ImageName, InstanceRecord, SCHEMA};
 pub(crate) use snapshots::NewSnapshot;

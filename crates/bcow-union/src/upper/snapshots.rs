@@ -21,7 +21,7 @@ use super::beneath::open_directory_beneath;
 use super::copy::copy_content;
 use super::directory::{open_inside, open_root};
 use super::lock::open_lock;
-use super::part::{MADE, Part, SNAPSHOTS};
+use super::part::{MADE, SNAPSHOTS, UnfinishedUpper};
 use super::record;
 use super::work::{self, Temporary};
 use super::{Instance, InstanceRecord, META, UpperError, UpperReader};
@@ -30,6 +30,7 @@ use crate::options::SyncPolicy;
 
 /// The directory in [`SNAPSHOTS`] from which snapshots are removed. No snapshot has this name.
 const REMOVED: &str = ".removed";
+
 /// A snapshot of an upper.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UpperSnapshot {
@@ -87,7 +88,11 @@ pub fn list_snapshots(upper: &Path) -> Result<Vec<UpperSnapshot>, UpperError> {
         let record = format!("{name}/{META}/{}", record::FILE);
         let stat = rustix::fs::statat(&snapshots, record, AtFlags::SYMLINK_NOFOLLOW);
         if let Ok(stat) = stat {
-            let stored_bytes = stored_below(snapshots.as_fd(), name.as_bytes()).map_err(failed)?;
+            let stored_bytes = match stored_below(snapshots.as_fd(), name.as_bytes()) {
+                // It is being removed.
+                Err(Errno::NOENT) => continue,
+                stored => stored.map_err(failed)?,
+            };
             let (taken, since) = (stat.st_mtime, (stat.st_mtime, stat.st_mtime_nsec));
             let snapshot = UpperSnapshot {
                 name,
@@ -157,22 +162,9 @@ pub fn fork_upper(from: &Path, new: &Path) -> Result<(), UpperError> {
     if source.is_lost()? {
         return Err(UpperError::Volatile(from.to_owned()));
     }
-    // An upper can have snapshots in what a killed process left beside it.
-    if new
-        .read_dir()
-        .is_ok_and(|mut entries| entries.next().is_some())
-    {
-        return Err(UpperError::Exists(new.to_owned()));
-    }
-    let part = make_part(new, &source)?;
-    let (parent, name) = (&part.parent, Path::new(&part.name));
-    let placed = rustix::fs::renameat(&part.directory, MADE, parent, name);
-    placed
-        .and_then(|()| rustix::fs::fsync(parent))
-        .map_err(|errno| match errno {
-            Errno::EXIST | Errno::NOTEMPTY | Errno::NOTDIR => UpperError::Exists(new.to_owned()),
-            errno => UpperError::io(new, "create it", errno),
-        })
+    let part = UnfinishedUpper::begin_new(new)?;
+    fill(&part, &source, new)?;
+    part.complete()
 }
 
 /// Goes back: gives an upper that no process uses the content of its snapshot `name`. All snapshots
@@ -189,17 +181,23 @@ pub fn roll_back_upper(upper: &Path, name: &str, note: &str) -> Result<(), Upper
         UpperError::Missing(path) => UpperError::NoSnapshot(path),
         error => error,
     })?;
-    let part = make_part(&path, &source)?;
+    let part = UnfinishedUpper::begin(&path)?;
+    fill(&part, &source, &path)?;
     let made = work::open_directory(part.directory.as_fd(), MADE.as_bytes()).map_err(failed)?;
     let meta = work::open_directory(made.as_fd(), META.as_bytes()).map_err(failed)?;
     let _lock = lock_new(meta.as_fd(), &path, note)?;
     let moved = rustix::fs::renameat(before.meta(), SNAPSHOTS, &meta, SNAPSHOTS);
-    let (parent, name) = (&part.parent, Path::new(&part.name));
-    let exchange = RenameFlags::EXCHANGE;
+    let (parent, name) = (&part.parent, part.name());
+    let flags = RenameFlags::EXCHANGE;
+    let exchange = || rustix::fs::renameat_with(&part.directory, MADE, parent, name, flags);
     let exchanged = moved.and_then(|()| {
         rustix::fs::fsync(&meta)?;
-        rustix::fs::renameat_with(&part.directory, MADE, parent, name, exchange)?;
-        rustix::fs::fsync(&part.directory).and_then(|()| rustix::fs::fsync(parent))
+        exchange()?;
+        let synced = rustix::fs::fsync(&part.directory).and_then(|()| rustix::fs::fsync(parent));
+        synced.inspect_err(|_| {
+            // The upper is as before for all processes.
+            let _ = exchange();
+        })
     });
     if exchanged.is_err() {
         part.return_snapshots(before.meta()).map_err(failed)?;
@@ -213,7 +211,7 @@ pub fn recover_snapshots(upper: &Path, note: &str) {
     let Ok(path) = upper.canonicalize() else {
         return;
     };
-    let part = path.with_file_name(Part::file_name(path.file_name().unwrap_or_default()));
+    let part = UnfinishedUpper::path_of(&path);
     if snapshot_directory(&part.join(MADE)).is_dir() {
         // Each writer does it, so a process that uses the upper has done it.
         let _ = Instance::open_existing(&path, note);
@@ -311,15 +309,13 @@ impl<'i> NewSnapshot<'i> {
 }
 
 /// Makes a copy of `source` that can become the upper at `path`.
-fn make_part(path: &Path, source: &UpperReader) -> Result<Part, UpperError> {
+fn fill(part: &UnfinishedUpper, source: &UpperReader, path: &Path) -> Result<(), UpperError> {
     let failed = |errno| UpperError::io(path, "create it", errno);
     let record = source.record().ok_or_else(|| UpperError::Record {
         path: source.path().join(META),
         problem: "it has no record of an image".into(),
     })?;
-    let part = Part::begin(path)?;
     let made = work::open_directory(part.directory.as_fd(), MADE.as_bytes()).map_err(failed)?;
     copy_content(source, made.as_fd()).map_err(failed)?;
-    complete(made.as_fd(), record, None, path)?;
-    Ok(part)
+    complete(made.as_fd(), record, None, path)
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow_erofs::reader::FileType;
 use bcow_testkit::Random;
@@ -252,4 +253,67 @@ fn snapshots_return_from_a_rollback_that_was_killed() {
     roll_back_upper(&union.upper(), "one", NOTE).unwrap();
     assert!(!part.exists());
     union.assert_sound();
+}
+
+#[test]
+fn snapshots_that_cannot_return_are_kept() {
+    let Some(mut union) = closed() else { return };
+    union.open();
+    let one = union.fs().snapshot("one", || ()).unwrap();
+    union.close();
+    let seen = host_tree(&one);
+    let part = union.directory().join(".upper.bcow-part");
+    let moved = part.join("upper/.bcow/snapshots");
+    fs::create_dir_all(moved.parent().unwrap()).unwrap();
+    fs::rename(union.host(".bcow/snapshots"), &moved).unwrap();
+    // Of another writer.
+    fs::create_dir_all(one.join("other")).unwrap();
+    let upper = union.upper();
+    for _ in 0..2 {
+        let opened = UnionFs::open(union.lower(), &upper, NOTE, &union.options);
+        assert!(opened.is_err());
+        assert_same(&seen, &host_tree(&moved.join("one")), "kept");
+    }
+    // A fork that would get the name of an upper which was moved away.
+    let aside = union.directory().join("aside");
+    fs::rename(&upper, &aside).unwrap();
+    let error = fork_upper(&aside, &upper).unwrap_err();
+    assert!(
+        matches!(&error, UpperError::Exists(path) if *path == part),
+        "{error}"
+    );
+    fs::rename(&aside, &upper).unwrap();
+    fs::remove_dir_all(&one).unwrap();
+    union.open();
+    assert!(!part.exists());
+    assert_same(&seen, &host_tree(&one), "returned");
+}
+
+#[test]
+fn files_without_a_name_may_end_during_a_snapshot() {
+    const FILES: usize = 100;
+    let Some(union) = open_many() else { return };
+    let upper = union.upper();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // As a FORGET, which does not wait for a snapshot.
+        scope.spawn(|| {
+            for count in 0.. {
+                let map = union.host(&format!(".bcow/maps/{}", 1000 + count % FILES));
+                if count >= FILES {
+                    fs::remove_file(&map).unwrap();
+                }
+                fs::write(&map, "a map").unwrap();
+                if is_over.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+        });
+        let taken: Result<Vec<_>, _> = (0..20)
+            .map(|number| union.fs().snapshot(&format!("s{number}"), || ()))
+            .collect();
+        is_over.store(true, Ordering::Relaxed);
+        taken.unwrap();
+    });
+    assert_eq!(list_snapshots(&upper).unwrap().len(), 20);
 }
