@@ -37,10 +37,10 @@ MAX_RUNNING = 2
 PATIENCE = 300
 UNKNOWN = "it is not known whether all written data is in"
 IN_USE = "cannot use the upper"
-# Messages of an unmount after which the upper can be in use for longer: the process was replaced,
-# or has not noticed the unmount within seconds, or a mount namespace that another program of this
-# machine has made still has the mount. The next mount waits for its end.
-STILL_IN_USE = ("another process of the pool has ended the mount", " continues: ")
+# The message of an unmount after which the upper can be in use for longer: the process has not
+# noticed the unmount within seconds, or a mount namespace that another program of this machine has
+# made still has the mount. The next mount waits for its end.
+STILL_IN_USE = " continues: "
 RESTARTS = "it is restarting"
 PUNCH_HOLE = 3
 PR_SET_PDEATHSIG = 1
@@ -468,7 +468,7 @@ class Model(names_model.Model):
             before = self.pool()
             done = subprocess.run([BCOW, name, *arguments], capture_output=True, text=True)
             if done.returncode == 0:
-                return not any(text in done.stderr for text in STILL_IN_USE)
+                return STILL_IN_USE not in done.stderr
             print(f"{name}: {done.stderr.strip()}", flush=True)
             if name == "mount" and was_killed and is_mounted(self.directory):
                 # The process was killed before it answered, and the next one has the mount.

@@ -32,7 +32,7 @@ use bcow_mount::{Access, HiddenName, LoopDevice};
 use bcow_union::errors::ErrorLog;
 use bcow_union::log::{self, Severity};
 use parking_lot::Mutex;
-use rustix::io::Errno;
+use rustix::io::{DupFlags, Errno};
 
 use crate::adapter::disk::DiskFile;
 use crate::disk::{Lifetime, OnClosed};
@@ -106,7 +106,6 @@ pub struct DiskStopper {
     mount: Arc<KernelMount>,
     disk: Weak<LiveDisk>,
     release: Arc<Release>,
-    outcome: Arc<Outcome>,
     path: PathBuf,
 }
 
@@ -194,6 +193,7 @@ impl KernelSession {
             place,
             agreed,
             disk: _,
+            outcome,
         } = handover;
         let kind = detect(disk.device.block_device())?;
         let lost = match &disk.device {
@@ -206,7 +206,7 @@ impl KernelSession {
         let file = disk_file(&disk, &place.name, &stats, &errors, &lifetime);
         // Nothing may fail after the beginning of the service: its end would wait for that of the
         // connection.
-        let outcome = Outcome::new()?;
+        let outcome = Outcome::of(outcome)?;
         let service = Service::take_over(file, threads, hidden, connection, agreed)?;
         let mount = KernelMount { place, lifetime };
         let session = Self::on(disk, kind, mount, service, &stats, &errors, outcome);
@@ -261,6 +261,7 @@ impl KernelSession {
             (_, files) => files.as_ref().map(DiskFiles::try_clone).transpose(),
         };
         let disk = disk.map_err(MountError::process("duplicate a descriptor"))?;
+        let outcome = self.outcome.hand_over()?;
         let descriptors = self.service.descriptors().duplicate()?;
         self.is_shared.store(descriptors.is_some(), Relaxed);
         Ok(descriptors.map(|(connection, hidden)| DiskHandover {
@@ -269,6 +270,7 @@ impl KernelSession {
             place: self.mount.place.clone(),
             agreed: self.service.descriptors().agreed(),
             disk,
+            outcome: Some(outcome),
         }))
     }
 
@@ -282,7 +284,6 @@ impl KernelSession {
             mount: Arc::clone(&self.mount),
             disk: Arc::downgrade(disk),
             release: Arc::clone(&self.release),
-            outcome: Arc::clone(&self.outcome),
             path: self.path.clone(),
         })
     }
@@ -475,20 +476,27 @@ impl DiskSnapshots {
         let disk = self.disk()?;
         let failed = MountError::process("make a ledger for the new disk");
         let kept = match &*files {
-            Some(_) => Some(new_ledger().map_err(failed)?),
+            Some(_) => {
+                let (memory, ledger) = new_ledger().map_err(&failed)?;
+                // There may be no descriptor left for the new file. The next process would refuse
+                // this one.
+                let file = memory.try_clone().map_err(&failed)?;
+                let files = DiskFiles {
+                    file,
+                    ledger: memory,
+                };
+                Some((files, ledger))
+            }
             None => None,
         };
-        let (memory, ledger) = kept.unzip();
+        let (new_files, ledger) = kept.unzip();
         let replace = |file: &File| {
-            let Some(ledger) = memory else { return };
-            // Without a descriptor, no process can continue.
-            *files = file.try_clone().ok().map(|file| DiskFiles {
-                file: file.into(),
-                ledger,
-            });
-            if let Some(files) = &*files {
-                is_replaced(files);
-            }
+            let Some(mut new_files) = new_files else {
+                return;
+            };
+            // In the place of an open descriptor, this does not fail.
+            let _ = rustix::io::dup3(file, &mut new_files.file, DupFlags::CLOEXEC);
+            is_replaced(files.insert(new_files));
         };
         self.while_frozen(freezer, || disk.snapshot(name, note, ledger, replace))
     }
@@ -572,7 +580,6 @@ impl DiskStopper {
         let closed = disk.with(Disk::close_for_exit);
         let has_all = closed.is_ok() && self.mount.lifetime.lost().is_none();
         self.release.release(has_all);
-        self.outcome.report_handover();
         closed.map_err(MountError::close_disk(&self.path))?;
         Ok(true)
     }

@@ -7,11 +7,12 @@
 //!
 //! A pipe needs no disk, which may be the part that failed. Only root and the user of the process
 //! may open its descriptors; they are also the users who may unmount. The kernel removes the pipe
-//! with the process, however the process ends.
+//! with the process, however the process ends. A process that takes the mount over continues with
+//! the same pipe.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -20,13 +21,12 @@ use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 
 use crate::error::MountError;
+use crate::takeover::duplicate;
 
 /// The line for a complete upper.
 const COMPLETE: &str = "complete";
 /// The start of the line for an incomplete upper; the reason follows.
 const INCOMPLETE: &str = "incomplete: ";
-/// The line of a process that has left the mount to another one.
-const HANDED_OVER: &str = "handed over";
 /// The line for an upper or a disk that has no name any more.
 const REMOVED: &str = "removed";
 /// Most bytes read from the pipe. No reason is longer.
@@ -52,6 +52,22 @@ impl Outcome {
         })
     }
 
+    /// The pipe of a process that has ended, of which this process takes a mount over; a new one if
+    /// that process had none, or was of an earlier version.
+    pub(crate) fn of(writer: Option<OwnedFd>) -> Result<Self, MountError> {
+        let taken = writer.and_then(|writer| {
+            let reader = open_for_reading(&writer).ok()?;
+            let writer = writer.into();
+            Some(Outcome { reader, writer })
+        });
+        taken.map_or_else(Outcome::new, Ok)
+    }
+
+    /// Another descriptor of the pipe, for a process that takes the mount over.
+    pub(crate) fn hand_over(&self) -> Result<OwnedFd, MountError> {
+        duplicate(self.writer.as_fd())
+    }
+
     /// The descriptor that other processes open through `/proc`.
     pub(crate) fn descriptor(&self) -> RawFd {
         self.reader.as_raw_fd()
@@ -71,11 +87,6 @@ impl Outcome {
         self.write(&format!("{REMOVED}\n"));
     }
 
-    /// Writes that another process takes the mount over, and closes its upper at the end.
-    pub(crate) fn report_handover(&self) {
-        self.write(&format!("{HANDED_OVER}\n"));
-    }
-
     fn write(&self, line: &str) {
         // The pipe is full only if another process filled it; the result is lost then.
         let _ = (&self.writer).write_all(line.as_bytes());
@@ -91,8 +102,6 @@ pub enum Ended {
     Incomplete(String),
     /// The upper or the disk was removed while it was mounted.
     Removed,
-    /// The process has left the mount to another process of its pool.
-    HandedOver,
     /// The process wrote no result: it was killed, or is still running.
     Unknown,
 }
@@ -116,16 +125,11 @@ impl Ending {
         if kind != FileType::Fifo {
             return Err(Errno::INVAL.into());
         }
-        let pipe = rustix::fs::open(
-            format!("/proc/self/fd/{}", path.as_raw_fd()),
-            OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC,
-            Mode::empty(),
-        )?;
-        Ok(Ending(pipe.into()))
+        Ok(Ending(open_for_reading(&path)?.into()))
     }
 
-    /// Waits until the process has closed the upper and released it, or has ended. Returns whether
-    /// that was within `patience`.
+    /// Waits until the process has closed the upper and released it, or has ended without a
+    /// successor. Returns whether that was within `patience`.
     pub fn wait(&self, patience: Duration) -> bool {
         // The process writes the result, and closes the pipe when it has released the upper.
         let mut pipe = [PollFd::new(&self.0, PollFlags::empty())];
@@ -150,10 +154,18 @@ impl Ending {
             Some(reason) => Ended::Incomplete(reason.to_owned()),
             None if line == COMPLETE => Ended::Complete,
             None if line == REMOVED => Ended::Removed,
-            None if line == HANDED_OVER => Ended::HandedOver,
             None => Ended::Unknown,
         }
     }
+}
+
+/// Opens a pipe again.
+fn open_for_reading(pipe: &OwnedFd) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::open(
+        format!("/proc/self/fd/{}", pipe.as_raw_fd()),
+        OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
 }
 
 #[cfg(test)]
@@ -169,6 +181,23 @@ mod tests {
         drop(outcome);
         assert!(ending.wait(Duration::ZERO));
         assert_eq!(ending.read(), Ended::Complete);
+    }
+
+    #[test]
+    fn the_result_of_a_process_that_takes_over_is_read_from_the_same_pipe() {
+        let first = Outcome::new().unwrap();
+        let ending = Ending::open(std::process::id(), first.descriptor()).unwrap();
+        let kept = first.hand_over().unwrap();
+        drop(first);
+        assert!(!ending.wait(Duration::ZERO));
+        let next = Outcome::of(Some(kept)).unwrap();
+        let later = Ending::open(std::process::id(), next.descriptor()).unwrap();
+        next.report(Err(Errno::NOSPC));
+        drop(next);
+        assert!(ending.wait(Duration::ZERO));
+        assert!(matches!(ending.read(), Ended::Incomplete(_)));
+        // Another unmount has read it.
+        assert_eq!(later.read(), Ended::Unknown);
     }
 
     #[test]

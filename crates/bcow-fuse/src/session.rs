@@ -88,7 +88,6 @@ pub struct Closer(Arc<dyn Fn() -> Result<(), MountError> + Send + Sync>);
 #[derive(Debug, Clone)]
 pub struct Stopper {
     union: Weak<UnionFs>,
-    outcome: Weak<Outcome>,
     gate: Gate,
 }
 
@@ -119,7 +118,8 @@ impl Session {
         let mut options = options.clone();
         options.settle(content.writing())?;
         let (mount, connection) = mount::mount(target, &options)?;
-        Self::on(content, stats, mount, (connection, None), &options, threads)
+        let new = (connection, None);
+        Self::on(content, stats, mount, new, None, &options, threads)
     }
 
     /// Takes over a mount whose process has ended. The content and the options must be those of
@@ -139,7 +139,10 @@ impl Session {
         let connection = (duplicate(mount.connection())?, Some(agreed));
         let mut options = options.clone();
         options.settle(content.writing())?;
-        let session = Self::on(content, stats, mount, connection, &options, threads)?;
+        let outcome = handover.outcome;
+        let session = Self::on(
+            content, stats, mount, connection, outcome, &options, threads,
+        )?;
         takeover::resend(session.mount.lock().connection())?;
         Ok(session)
     }
@@ -150,6 +153,7 @@ impl Session {
         stats: Arc<MountStats>,
         mount: Mount,
         (connection, before): (OwnedFd, Option<u64>),
+        outcome: Option<OwnedFd>,
         options: &MountOptions,
         threads: usize,
     ) -> Result<Self, MountError> {
@@ -174,7 +178,7 @@ impl Session {
                 (Box::new(|| session.run()), None)
             }
             Content::Union(union) | Content::Shared(union, _) => {
-                let outcome = Arc::new(Outcome::new()?);
+                let outcome = Arc::new(Outcome::of(outcome)?);
                 stats.set_union(Arc::clone(&union), outcome.descriptor());
                 let (fs, gate) = (Arc::clone(&union), gate.clone());
                 let adapter =
@@ -199,10 +203,10 @@ impl Session {
     /// What another process needs to take the mount over when this process has ended. `None` for a
     /// mount with an upper that has no ledger, and on a kernel before Linux 6.9.
     pub fn hand_over(&self) -> Result<Option<Handover>, MountError> {
-        let ledger = match &self.union {
-            None => None,
+        let (ledger, outcome) = match &self.union {
+            None => (None, None),
             Some(closing) if closing.union.ledger().is_none() => return Ok(None),
-            Some(_) => self.ledger()?,
+            Some(closing) => (self.ledger()?, Some(closing.outcome.hand_over()?)),
         };
         let mount = self.mount.lock();
         if !takeover::resend(mount.connection())? {
@@ -214,6 +218,7 @@ impl Session {
             device: mount.device().map(str::to_owned),
             agreed: self.agreed.load(Ordering::Relaxed),
             ledger,
+            outcome,
         }))
     }
 
@@ -269,7 +274,6 @@ impl Session {
         closing.union.ledger()?;
         Some(Stopper {
             union: Arc::downgrade(&closing.union),
-            outcome: Arc::downgrade(&closing.outcome),
             gate: self.gate.clone(),
         })
     }
@@ -345,16 +349,10 @@ impl Stopper {
         let Some(union) = self.union.upgrade() else {
             return Ok(());
         };
-        union
-            .prepare_takeover()
-            .map_err(|errno| MountError::Close {
-                upper: union.upper_path().to_owned(),
-                source: errno.into(),
-            })?;
-        if let Some(outcome) = self.outcome.upgrade() {
-            outcome.report_handover();
-        }
-        Ok(())
+        union.prepare_takeover().map_err(|errno| MountError::Close {
+            upper: union.upper_path().to_owned(),
+            source: errno.into(),
+        })
     }
 }
 

@@ -33,6 +33,8 @@ pub struct Handover {
     pub agreed: u64,
     /// The ledger of the upper, if the mount has one: see [`bcow_union::fs::UnionFs::take_over`].
     pub ledger: Option<OwnedFd>,
+    /// The pipe for the outcome, if the mount has an upper. `bcow umount` may have it open.
+    pub outcome: Option<OwnedFd>,
 }
 
 impl Handover {

@@ -8,7 +8,7 @@ use bcow_fuse::stats::document::{Document, Process};
 use bcow_fuse::{Driver, Ended, Ending, MountError, MountedImage, WhenBusy};
 use bcow_images::error::CommandError;
 use bcow_images::names::printable;
-use bcow_images::running::{self, ProcessState, Server, Service};
+use bcow_images::running::{self, ProcessState, Server};
 use rustix::io::Errno;
 
 use crate::ask::{self, Answer};
@@ -75,7 +75,7 @@ pub fn unmount(
                     wait_for_mount(ending, &document.process, pool, answers, &mount)
                 }
                 (Some(_), None) => Waited::Ended,
-                (None, _) => wait_for(&document.process, || !document.process.is_running()),
+                (None, _) => wait_for(document.process.pid, || !document.process.is_running()),
             }),
         };
         match waited {
@@ -84,7 +84,7 @@ pub fn unmount(
             None => {}
             Some(Waited::Ended) => {
                 if let Some(store) = &store {
-                    require_complete(directory, &document.process, store, ending, ui)?;
+                    require_complete(directory, &document.process, store, ending)?;
                 }
                 if let Some(trace) = &trace {
                     trace.require_new(directory)?;
@@ -257,7 +257,6 @@ fn require_complete(
     process: &Process,
     store: &Store,
     ending: Option<Ending>,
-    ui: &dyn Messages,
 ) -> Result<(), CommandError> {
     let cause = match ending.map(|ending| ending.read()) {
         Some(Ended::Complete) => return Ok(()),
@@ -269,15 +268,6 @@ fn require_complete(
                 directory.display(),
                 store.name
             )));
-        }
-        Some(Ended::HandedOver) => {
-            // The process before has stored everything, and the next one only what came after.
-            ui.warning(&format_args!(
-                "another process of the pool has ended the mount; the log of the pool has an error \
-                 if not all written data is in {}",
-                store.name
-            ));
-            return Ok(());
         }
         Some(Ended::Unknown) => format!(
             "process {} of the mount ended before all data was written",
@@ -371,8 +361,8 @@ enum Waited {
     Stopped,
 }
 
-/// Waits until the process of a pool has released the upper or the disk of this mount. If the
-/// process has handed the mount over to the next process, waits for that process.
+/// Waits until the process of a pool has released the upper or the disk of this mount. If it ends
+/// before, the next one continues, and writes the outcome to the same pipe.
 fn wait_for_mount(
     ending: &Ending,
     process: &Process,
@@ -380,29 +370,25 @@ fn wait_for_mount(
     answers: fn(&PoolName) -> bool,
     mount: &MountedImage,
 ) -> Waited {
-    match wait_for(process, || ending.wait(Duration::ZERO)) {
-        Waited::Ended if !process.is_running() => {}
-        waited => return waited,
-    }
-    // The next process answers when it has taken over all mounts.
-    if pool.parse().is_ok_and(|name| answers(&name)) {
-        while is_listed(mount) && bcow_fuse::mounted_image(&mount.path).is_err() {
-            std::thread::sleep(PAUSE);
+    let is_released = || ending.wait(Duration::ZERO);
+    let mut pid = process.pid;
+    loop {
+        match wait_for(pid, || is_released() || running::state(pid).is_none()) {
+            Waited::Ended if !is_released() => {}
+            waited => return waited,
+        }
+        // The next process answers when it has taken over all mounts.
+        let has_next = pool.parse().is_ok_and(|name| answers(&name));
+        let next = running::server_of_mount(&mount.device, &mount.path);
+        match next.filter(|next| has_next && next.pid != pid) {
+            Some(next) => pid = next.pid,
+            None => {
+                // The supervisor has the pipe open for a moment more.
+                ending.wait(NOTICES_WITHIN);
+                return Waited::Ended;
+            }
         }
     }
-    Waited::Ended
-}
-
-/// Whether a process still lists the mount, even if the kernel has ended it.
-fn is_listed(mount: &MountedImage) -> bool {
-    let is_it = |service: &Service| {
-        service.device.as_deref() == Some(&*mount.device)
-            && service.at.iter().any(|at| Path::new(at) == mount.path)
-    };
-    let servers = running::servers();
-    servers
-        .iter()
-        .any(|server| server.services.iter().any(is_it))
 }
 
 /// Waits a limited time for the end of a process that has no data to store. The process may
@@ -416,14 +402,14 @@ fn wait_briefly(process: &Process) {
 
 /// Waits until a process has ended its mount, or has ended. A process that is not visible counts as
 /// ended.
-fn wait_for(process: &Process, has_ended: impl Fn() -> bool) -> Waited {
+fn wait_for(pid: u32, has_ended: impl Fn() -> bool) -> Waited {
     let start = Instant::now();
     while !has_ended() {
         if start.elapsed() > NOTICES_WITHIN {
-            if running::state(process.pid) == Some(ProcessState::Stopped) {
+            if running::state(pid) == Some(ProcessState::Stopped) {
                 return Waited::Stopped;
             }
-            if !is_closing(process.pid) {
+            if !is_closing(pid) {
                 return Waited::Continues;
             }
         }
@@ -434,6 +420,8 @@ fn wait_for(process: &Process, has_ended: impl Fn() -> bool) -> Waited {
 
 #[cfg(test)]
 mod tests {
+    use bcow_images::running::Service;
+
     use super::*;
 
     fn mount(path: &str, device: &str) -> MountedImage {

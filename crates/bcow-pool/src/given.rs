@@ -28,6 +28,8 @@ pub struct Kept {
     pub is_disk: bool,
     /// The ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
     pub companion: Option<OwnedFd>,
+    /// The pipe for the outcome. Closed last: another process may use the upper or the disk then.
+    pub outcome: Option<OwnedFd>,
 }
 
 impl Kept {
@@ -46,6 +48,9 @@ impl Kept {
             let descriptors = [disk.file.as_fd(), disk.ledger.as_fd()];
             link.send(&Packet::Disk { number }, &descriptors)?;
         }
+        if let Some(outcome) = &self.outcome {
+            link.send(&Packet::Outcome { number }, &[outcome.as_fd()])?;
+        }
         Ok(())
     }
 
@@ -62,6 +67,7 @@ impl Kept {
                 device: self.device,
                 agreed: 0,
                 ledger: None,
+                outcome: None,
             };
             handover.unmount();
         }
@@ -92,6 +98,7 @@ pub fn take(
                 is_disk,
                 companion: None,
                 disk: None,
+                outcome: None,
             };
             mounts.insert(number, kept);
         }
@@ -104,10 +111,17 @@ pub fn take(
         }
         Packet::Disk { number } => {
             if let Some(kept) = mounts.get_mut(&number) {
+                // No process may go back to the file of an earlier disk.
+                kept.disk = None;
                 kept.disk = Some(DiskFiles {
                     file: next()?,
                     ledger: next()?,
                 });
+            }
+        }
+        Packet::Outcome { number } => {
+            if let Some(kept) = mounts.get_mut(&number) {
+                kept.outcome = Some(next()?);
             }
         }
         Packet::Release { number } => drop(mounts.remove(&number)),
@@ -209,5 +223,28 @@ impl Given {
                 packet => take(&mut mounts, packet, descriptors)?,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_was_replaced_is_not_the_earlier_one() {
+        let file = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        let mut mounts = BTreeMap::new();
+        let keep = Packet::Keep {
+            number: 7,
+            device: None,
+            is_disk: true,
+        };
+        take(&mut mounts, keep, vec![file(), file()]).unwrap();
+        let disk = || Packet::Disk { number: 7 };
+        take(&mut mounts, disk(), vec![file(), file()]).unwrap();
+        assert!(mounts[&7].disk.is_some());
+        // The supervisor has no descriptor left for the ledger.
+        take(&mut mounts, disk(), vec![file()]).unwrap_err();
+        assert!(mounts[&7].disk.is_none());
     }
 }

@@ -82,6 +82,11 @@ pub enum Packet {
         /// The number of the mount.
         number: u64,
     },
+    /// After [`Packet::Keep`]: the pipe for the outcome of a mount with an upper or a disk.
+    Outcome {
+        /// The number of the mount.
+        number: u64,
+    },
     /// To the supervisor: the mount has ended.
     Release {
         /// The number of the mount.

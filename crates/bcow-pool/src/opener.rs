@@ -10,16 +10,23 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bcow_fuse::shared::Workers;
+use bcow_images::running;
 use bcow_mount::HiddenMount;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::link::{Link, MARK, Packet, Wait};
 
 /// Environment variable of an opener, beside [`MARK`].
 const OPENER: &str = "BCOW_POOL_OPENS_FILES";
+/// After this time without an answer, the process of the pool looks whether the opener has ended.
+const LOOKS_AFTER: Timespec = Timespec {
+    tv_sec: 1,
+    tv_nsec: 0,
+};
 
 /// An opener, which is started when it is needed.
 #[derive(Default)]
@@ -27,47 +34,57 @@ pub struct Opener(Mutex<Option<Running>>);
 
 struct Running {
     child: Child,
-    link: Arc<Link>,
+    connection: Arc<Connection>,
+}
+
+/// The socket to an opener, and the number of its process.
+struct Connection {
+    link: Link,
+    opener: u32,
 }
 
 impl Opener {
     /// Opens the file `name` in the root directory of a hidden mount, as a backing.
     pub fn open(&self, hidden: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
-        let (link, is_new) = self.started()?;
-        match ask(&link, hidden, name) {
+        let (connection, is_new) = self.started()?;
+        match ask(&connection, hidden, name) {
             Err(Problem::Gone(error)) => {
-                self.end(&link);
+                self.end(&connection);
                 if is_new {
                     return Err(error);
                 }
                 // It was ended, for example by a signal to all processes of a service.
-                let (link, _) = self.started()?;
-                ask(&link, hidden, name)
+                let (connection, _) = self.started()?;
+                ask(&connection, hidden, name)
             }
             other => other,
         }
         .map_err(io::Error::from)
     }
 
-    /// The socket to the opener, and whether the opener was started now.
-    fn started(&self) -> io::Result<(Arc<Link>, bool)> {
-        let mut running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    /// The opener, and whether it was started now.
+    fn started(&self) -> io::Result<(Arc<Connection>, bool)> {
+        let mut running = self.running();
         let is_new = running.is_none();
         let running = match &mut *running {
             Some(running) => running,
             none => none.insert(start()?),
         };
-        Ok((Arc::clone(&running.link), is_new))
+        Ok((Arc::clone(&running.connection), is_new))
     }
 
-    /// Ends the opener at the other end of `link`, if it is still in use.
-    fn end(&self, link: &Arc<Link>) {
-        let mut running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Running { mut child, .. }) =
-            running.take_if(|running| Arc::ptr_eq(&running.link, link))
-        {
+    fn running(&self) -> MutexGuard<'_, Option<Running>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends an opener, if it is still in use.
+    fn end(&self, connection: &Arc<Connection>) {
+        let is_it = |running: &mut Running| Arc::ptr_eq(&running.connection, connection);
+        let running = self.running().take_if(is_it);
+        if let Some(Running { mut child, .. }) = running {
             let _ = child.kill();
-            let _ = child.wait();
+            // One of its threads can wait for a server.
+            let _ = std::thread::Builder::new().spawn(move || child.wait());
         }
     }
 }
@@ -103,20 +120,24 @@ fn start() -> io::Result<Running> {
         .stdin(OwnedFd::from(theirs))
         .stdout(Stdio::null())
         .spawn()?;
-    let link = Arc::new(link);
-    Ok(Running { child, link })
+    let opener = child.id();
+    let connection = Arc::new(Connection { link, opener });
+    Ok(Running { child, connection })
 }
 
 /// Each request has a socket of its own for the answer, so an answer that takes long delays no
 /// other. If the opener ends, it closes the socket.
-fn ask(link: &Link, hidden: BorrowedFd<'_>, name: &str) -> Result<OwnedFd, Problem> {
+fn ask(connection: &Connection, hidden: BorrowedFd<'_>, name: &str) -> Result<OwnedFd, Problem> {
     let (answer, theirs) = Link::pair().map_err(Problem::Failed)?;
     let name = name.to_owned();
-    link.send(&Packet::Open { name }, &[hidden, theirs.as_fd()])
+    let packet = Packet::Open { name };
+    connection
+        .link
+        .send(&packet, &[hidden, theirs.as_fd()])
         .map_err(Problem::Gone)?;
     drop(theirs);
-    let (packet, descriptors) = answer
-        .receive(Wait::Yes)
+    let (packet, descriptors) = wait_for(&answer, connection.opener)
+        .and_then(|()| answer.receive(Wait::Yes))
         .and_then(|received| received.ok_or_else(|| io::ErrorKind::UnexpectedEof.into()))
         .map_err(Problem::Gone)?;
     match (packet, descriptors.into_iter().next()) {
@@ -125,6 +146,24 @@ fn ask(link: &Link, hidden: BorrowedFd<'_>, name: &str) -> Result<OwnedFd, Probl
             Err(Problem::Failed(io::Error::from_raw_os_error(errno)))
         }
         _ => Err(Problem::Gone(io::ErrorKind::InvalidData.into())),
+    }
+}
+
+/// Waits until there is an answer. Fails if the opener was killed: its threads share its sockets, so
+/// one of them that waits for a server keeps all open.
+fn wait_for(answer: &Link, opener: u32) -> io::Result<()> {
+    loop {
+        match poll(
+            &mut [PollFd::new(answer, PollFlags::IN)],
+            Some(&LOOKS_AFTER),
+        ) {
+            Ok(0) if running::state(opener).is_none() => {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return Ok(()),
+            Err(errno) => return Err(errno.into()),
+        }
     }
 }
 
@@ -167,33 +206,49 @@ fn open(hidden: &HiddenMount, name: &str, answer: &Link) {
 mod tests {
     use super::*;
 
+    fn connected(opener: u32) -> (Connection, Link) {
+        let (link, other) = Link::pair().unwrap();
+        (Connection { link, opener }, other)
+    }
+
     #[test]
     fn an_opener_that_has_ended_is_an_error() {
-        let (link, other) = Link::pair().unwrap();
+        let (connection, other) = connected(std::process::id());
         drop(other);
         let root = std::fs::File::open("/").unwrap();
-        let problem = ask(&link, root.as_fd(), "file").err();
+        let problem = ask(&connection, root.as_fd(), "file").err();
         assert!(matches!(problem, Some(Problem::Gone(_))));
+    }
+
+    #[test]
+    fn a_killed_opener_is_an_error_although_a_thread_of_it_waits() {
+        let mut ended = Command::new("true").spawn().unwrap();
+        // The thread has this socket open.
+        let (connection, _other) = connected(ended.id());
+        let root = std::fs::File::open("/").unwrap();
+        let problem = ask(&connection, root.as_fd(), "file").err();
+        assert!(matches!(problem, Some(Problem::Gone(_))));
+        ended.wait().unwrap();
     }
 
     #[test]
     fn files_are_opened_by_their_names() {
         let hidden = std::fs::File::open(env!("CARGO_MANIFEST_DIR")).unwrap();
-        let (link, other) = Link::pair().unwrap();
+        let (connection, other) = connected(std::process::id());
         let opener = std::thread::spawn(move || serve(&other));
-        let file = ask(&link, hidden.as_fd(), "Cargo.toml");
+        let file = ask(&connection, hidden.as_fd(), "Cargo.toml");
         let Ok(file) = file else {
             panic!("the file was not opened")
         };
         let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
         let text = std::fs::read_to_string(path).unwrap();
         assert!(text.contains("bcow-pool"), "{text}");
-        let problem = ask(&link, hidden.as_fd(), "other").err();
+        let problem = ask(&connection, hidden.as_fd(), "other").err();
         let Some(Problem::Failed(error)) = problem else {
             panic!("it is another problem")
         };
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
-        drop(link);
+        drop(connection);
         opener.join().unwrap().unwrap();
     }
 }

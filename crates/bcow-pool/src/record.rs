@@ -231,6 +231,7 @@ mod tests {
                 file: descriptor(),
                 ledger: descriptor(),
             }),
+            outcome: None,
         };
         let stored = record().with_kernel_driver(&handover).store().unwrap();
         let loaded = MountRecord::load(&stored).unwrap();

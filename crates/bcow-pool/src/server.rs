@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -608,8 +608,7 @@ impl<'a> MountInProgress<'a> {
         let pool = Arc::downgrade(self.0);
         mounted.take_requests(move |files| {
             if let Some(pool) = pool.upgrade() {
-                let descriptors = [files.file.as_fd(), files.ledger.as_fd()];
-                pool.notify_supervisor(&Packet::Disk { number }, &descriptors);
+                pool.keep_disk(number, files);
             }
         });
         let Mounted {
@@ -621,6 +620,8 @@ impl<'a> MountInProgress<'a> {
         } = mounted;
         let name = "cannot serve the mount";
         let unmounter = session.unmounter();
+        // Before the lock: this can wait for a snapshot.
+        let stopper = stopper(&session);
         let is_ending = {
             let mut state = self.0.state();
             state.mounts.insert(
@@ -630,7 +631,7 @@ impl<'a> MountInProgress<'a> {
                     stats: Arc::downgrade(&stats),
                     unmounter: session.unmounter(),
                     closer: session.closer(),
-                    stopper: stopper(&session),
+                    stopper,
                     kept,
                 },
             );

@@ -4,8 +4,10 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use bcow_mount::{HiddenName, backing_of, run_apart};
+use rustix::io::Errno;
 
 use crate::disk::DiskFiles;
+use crate::outcome::Outcome;
 use crate::unmount::{Unmounted, unmount_places};
 
 /// A mount of the kernel on a loop device of bcow.
@@ -55,6 +57,8 @@ pub struct DiskHandover {
     pub agreed: u64,
     /// Of a disk: what another process needs to continue with it.
     pub disk: Option<DiskFiles>,
+    /// The pipe for the outcome. `bcow umount` may have it open.
+    pub outcome: Option<OwnedFd>,
 }
 
 impl DiskHandover {
@@ -64,6 +68,13 @@ impl DiskHandover {
         // Requests fail from now on, so the kernel does not wait for answers.
         drop((self.connection, self.hidden));
         self.place.unmount()
+    }
+
+    /// Reports how the disk of a mount that has ended was closed.
+    pub fn report_end(self, has_all: bool) {
+        if let Ok(outcome) = Outcome::of(self.outcome) {
+            outcome.report(if has_all { Ok(()) } else { Err(Errno::IO) });
+        }
     }
 
     /// As [`DiskHandover::unmount`], for a process that knows only the device number.

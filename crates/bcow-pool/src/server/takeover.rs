@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -58,6 +58,7 @@ impl Pool {
                     device: handover.device,
                     is_disk: false,
                     companion: handover.ledger,
+                    outcome: handover.outcome,
                 };
                 (record, kept)
             }
@@ -76,6 +77,7 @@ impl Pool {
                     device: handover.place.device,
                     is_disk: true,
                     companion: Some(handover.hidden),
+                    outcome: handover.outcome,
                 };
                 (record, kept)
             }
@@ -84,7 +86,20 @@ impl Pool {
         Ok(sent.is_ok().then_some(record))
     }
 
-    /// The mount has ended.
+    /// Gives the supervisor what another process needs to continue with a disk from now on.
+    pub(super) fn keep_disk(&self, number: u64, files: &DiskFiles) {
+        let descriptors = [files.file.as_fd(), files.ledger.as_fd()];
+        self.replace_kept(number, &Packet::Disk { number }, &descriptors);
+    }
+
+    fn replace_kept(&self, number: u64, packet: &Packet, descriptors: &[BorrowedFd<'_>]) {
+        if !self.notify_supervisor(packet, descriptors) {
+            // With the earlier ones, another process would lose the changes of the next requests.
+            self.release(number);
+        }
+    }
+
+    /// The mount has ended, or no other process can continue it.
     pub(super) fn release(&self, number: u64) {
         self.notify_supervisor(&Packet::Release { number }, &[]);
     }
@@ -145,6 +160,7 @@ impl Pool {
             device: kept.device,
             agreed: 0,
             ledger: None,
+            outcome: kept.outcome,
         };
         let opened = record.and_then(|record| {
             handover.target = OsString::from(record.target.clone()).into();
@@ -177,7 +193,7 @@ impl Pool {
                 if let Some(ledger) = ledger.map_err(|error| failure(&error))? {
                     // Before this process answers a request: the supervisor still has the ledger of
                     // the previous process, which would miss the changes of that request.
-                    self.notify_supervisor(&Packet::Companion { number }, &[ledger.as_fd()]);
+                    self.replace_kept(number, &Packet::Companion { number }, &[ledger.as_fd()]);
                 }
                 mount.arrive(number, mounted, Some(record))
             }
@@ -201,6 +217,14 @@ impl Pool {
         let target = PathBuf::from(OsString::from(record.target.clone()));
         let target = target.display().to_string();
         let place = record.place(disk).context(|| "cannot read its record")?;
+        let handover = DiskHandover {
+            connection: kept.connection,
+            hidden,
+            place: place.clone(),
+            agreed: record.agreed,
+            disk: None,
+            outcome: kept.outcome,
+        };
         if !place.exists() {
             // The loop device has closed the file: the mount has ended meanwhile. The disk may lack
             // changes that the previous process has acknowledged; they are in the ledger.
@@ -212,15 +236,9 @@ impl Pool {
             };
             drop(files);
             self.release(number);
+            handover.report_end(closed.is_ok());
             return closed;
         }
-        let handover = DiskHandover {
-            connection: kept.connection,
-            hidden,
-            place: place.clone(),
-            agreed: record.agreed,
-            disk: None,
-        };
         let mount = MountInProgress::of_taken_over(self);
         let opened = self.open_disk_again(&record, disk, files.as_ref());
         // The opened disk has descriptors of its own.
@@ -232,6 +250,11 @@ impl Pool {
         }
         match opened {
             Ok((args, opened)) => {
+                if let Some(files) = opened.disk_files() {
+                    // Before this process answers a request. If the one before was killed while it
+                    // took a snapshot, the supervisor still has the disk below.
+                    self.keep_disk(number, files);
+                }
                 let service = record.service.clone();
                 let mounted = opened
                     .take_over(&args, &self.host(), handover, service)

@@ -97,6 +97,11 @@ fn require_own_lock(disk: &Path) -> Result<(), CommandError> {
 }
 
 impl Opened {
+    /// What the next process needs to continue with the disk.
+    pub fn disk_files(&self) -> Option<&DiskFiles> {
+        self.disk_files.as_ref()
+    }
+
     /// Closes a disk whose mount has ended.
     pub fn close(self) -> Result<(), CommandError> {
         let Device::Writable(disk) = self.device else {
