@@ -19,6 +19,7 @@ use clap::{Args as _, FromArgMatches};
 use nix::sys::signal::{SigSet, Signal};
 use rustix::process::{Pid, PidfdFlags, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
+use tempfile::TempDir;
 
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
@@ -176,18 +177,12 @@ fn in_a_mount(args: &Args) -> Result<u8, CommandError> {
     .into_iter()
     .collect();
     signals.thread_block().context(|| "cannot block signals")?;
-    let place = std::env::var_os("TMPDIR").map_or(TEMPORARY.into(), PathBuf::from);
-    let cannot = || format!("cannot make a directory in {}", place.display());
-    let place = tempfile::Builder::new()
-        .prefix("bcow-run-")
-        .tempdir_in(&place)
-        .context(cannot)?;
+    let place = Place::make()?;
     let mut program = args.program()?;
-    program.root = place.path().join("root");
-    std::fs::create_dir(&program.root).context(cannot)?;
+    program.root = place.root();
     let root = program.root.as_os_str();
     let upper = args.upper.clone();
-    let upper = upper.unwrap_or_else(|| place.path().join("upper"));
+    let upper = upper.unwrap_or_else(|| place.0.path().join("upper"));
     if let Some(from) = &args.fork {
         let forked = bcow(["fork".as_ref(), from.as_os_str(), upper.as_os_str()])?;
         if forked != 0 {
@@ -208,11 +203,44 @@ fn in_a_mount(args: &Args) -> Result<u8, CommandError> {
     let ended = start(&program, signals);
     let unmounted = bcow(["umount".as_ref(), root])?;
     if unmounted != 0 {
-        // What is in the directory belongs to the mount.
-        let _ = place.keep();
+        // The process of the mount may still write there.
+        place.keep();
         return Ok(unmounted);
     }
     ended
+}
+
+/// The directory of a run, with the mountpoint and the upper that does not last. The drop removes
+/// it.
+struct Place(TempDir);
+
+impl Place {
+    fn make() -> Result<Self, CommandError> {
+        let parent = std::env::var_os("TMPDIR").map_or(TEMPORARY.into(), PathBuf::from);
+        let made = tempfile::Builder::new()
+            .prefix("bcow-run-")
+            .tempdir_in(&parent);
+        made.map(Place)
+            .and_then(|place| std::fs::create_dir(place.root()).map(|()| place))
+            .context(|| format!("cannot make a directory in {}", parent.display()))
+    }
+
+    fn root(&self) -> PathBuf {
+        self.0.path().join("root")
+    }
+
+    fn keep(mut self) {
+        self.0.disable_cleanup(true);
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // If the image is still mounted, the removal would remove its files.
+        if std::fs::remove_dir(self.root()).is_err() {
+            self.0.disable_cleanup(true);
+        }
+    }
 }
 
 /// Starts the program, and waits for its end.
@@ -287,5 +315,26 @@ impl Args {
         let all = format!("{:>10} {:>10} {:>10}", 0, 0, u32::MAX);
         let map = std::fs::read_to_string(Path::new("/proc/self/uid_map"));
         map.is_ok_and(|map| map.trim() == all.trim())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_directory_of_an_ended_mount_is_removed() {
+        let place = Place::make().unwrap();
+        let directory = place.0.path().to_owned();
+        std::fs::write(directory.join("upper"), "").unwrap();
+        drop(place);
+        assert!(!directory.exists());
+        let place = Place::make().unwrap();
+        // As a mount, it keeps the directory from being removed.
+        let file = place.root().join("file");
+        std::fs::write(&file, "").unwrap();
+        drop(place);
+        assert!(file.exists());
+        std::fs::remove_dir_all(file.ancestors().nth(2).unwrap()).unwrap();
     }
 }
