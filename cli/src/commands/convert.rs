@@ -90,9 +90,8 @@ pub struct Args {
     /// The format of DST, as with `qemu-img convert -O`
     #[arg(short = 'O', value_name = "FORMAT", hide = true)]
     to_format: Option<String>,
-    /// Platform to select from a multi-platform source [default: this machine's]; with `all`, or
-    /// several separated by commas, DST becomes an index of their images (only for oci:,
-    /// oci-archive: and docker:)
+    /// Platform of the image to convert [default: this machine's]; `all`, or several separated by
+    /// commas, make an index
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
     /// What becomes of the attestations of the images of an index: keep (copy them as they are) or
@@ -136,7 +135,6 @@ pub struct Args {
     #[arg(long, hide_short_help = true)]
     referrer: bool,
     /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, in S3, or an index
-    /// of several images in place of which DST becomes one
     #[arg(short, long)]
     force: bool,
     /// Accept a tar archive without an end-of-archive marker, which may be truncated between two

@@ -53,7 +53,6 @@ pub struct Args {
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
     /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, in S3, or an index
-    /// of several images in place of which DST becomes one
     #[arg(short, long)]
     force: bool,
     /// Threads that compare chunks [default: 4]
