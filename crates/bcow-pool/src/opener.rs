@@ -149,8 +149,8 @@ fn ask(connection: &Connection, hidden: BorrowedFd<'_>, name: &str) -> Result<Ow
     }
 }
 
-/// Waits until there is an answer. Fails if the opener was killed: its threads share its sockets, so
-/// one of them that waits for a server keeps all open.
+/// Waits until there is an answer. Fails if the opener was killed: its threads share its sockets,
+/// so one of them that waits for a server keeps all open.
 fn wait_for(answer: &Link, opener: u32) -> io::Result<()> {
     loop {
         match poll(
