@@ -34,14 +34,26 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 /// options. An option is completed behind its hyphen.
 fn with_files(script: &str) -> String {
     const WORDS: &str = "            COMPREPLY=( $(compgen -W \"${opts}\"";
+    // Behind this command is the name of a command or of a file. For a word that has begun, bash
+    // itself has the names of files.
+    const EITHER: &str = "        bcow__subcmd__snapshot)";
+    let mut files = "";
     let line = |line: &str| match (
         line.split_once(" || ${COMP_CWORD} -eq "),
         line.strip_prefix(WORDS),
     ) {
         (Some((condition, _)), _) => format!("{condition} ]] ; then\n"),
         // Without the options: the names of commands, the values of an argument, or none.
-        (_, Some(end)) => format!("{WORDS} -X '-*'{end}\n"),
-        _ => format!("{line}\n"),
+        (_, Some(end)) => format!("{WORDS} -X '-*'{files}{end}\n"),
+        _ => {
+            if line.starts_with("        bcow__") {
+                files = match line {
+                    EITHER => " $([[ -n ${cur} ]] || echo -f)",
+                    _ => "",
+                };
+            }
+            format!("{line}\n")
+        }
     };
     script.lines().map(line).collect()
 }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::Command;
 use clap_mangen::Man;
 
 use crate::error::{CommandError, Context};
@@ -10,9 +11,10 @@ use crate::ui::Ui;
 /// Print a manual page, or write all manual pages into a directory
 ///
 /// Without an argument, the command writes bcow(1) to standard output: `bcow man | man -l -`. With
-/// COMMAND, it writes the page of a command: `bcow man mount | man -l -`. With DIR, it writes one
-/// page per command into DIR: bcow.1, bcow-convert.1 and so on. It replaces existing pages. A name
-/// that can be either is a directory if there is one.
+/// COMMAND, it writes the page of a command: `bcow man mount | man -l -`, or `bcow man cache-list`
+/// for one below a command. With DIR, it writes one page per command into DIR: bcow.1,
+/// bcow-convert.1 and so on. It replaces existing pages. A name that can be either is a directory
+/// if there is one.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// A command, or a directory for all pages; a missing directory is made
@@ -24,61 +26,83 @@ pub struct Args {
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut command = crate::command();
     command.build();
-    let shown = command
-        .get_subcommands()
-        .filter(|c| !c.is_hide_set() && c.get_name() != "help");
-    let below = shown.map(|c| (format!("bcow-{}", c.get_name()), c.clone()));
-    let pages: Vec<_> = std::iter::once(("bcow".to_owned(), command.clone()))
-        .chain(below)
-        .collect();
+    let command = without_help(command);
+    let mut pages = Vec::new();
+    add_pages(&command, &mut pages);
     let named = match &args.dir {
         None => Some(&command),
         Some(dir) if dir.is_dir() => None,
-        Some(name) => command.find_subcommand(name),
+        Some(name) => {
+            let page = format!("bcow-{}", name.display());
+            let page = pages.iter().find(|command| name_of(command) == page);
+            command.find_subcommand(name).or(page.copied())
+        }
     };
     let (None, Some(dir)) = (named, &args.dir) else {
         let mut out = ui.output();
-        out.write_bytes(&page(named.unwrap_or(&command), &pages)?)?;
+        out.write_bytes(&page(named.unwrap_or(&command), &command)?)?;
         return out.finish();
     };
     std::fs::create_dir_all(dir).context(|| format!("cannot make directory {}", dir.display()))?;
-    for (name, command) in &pages {
-        let file = dir.join(format!("{name}.1"));
-        std::fs::write(&file, page(command, &pages)?)
+    for of_page in pages {
+        let file = dir.join(format!("{}.1", name_of(of_page)));
+        std::fs::write(&file, page(of_page, &command)?)
             .context(|| format!("cannot write {}", file.display()))?;
     }
     ui.status(format_args!("manual pages are in {}", dir.display()));
     Ok(())
 }
 
-/// The manual page of a command, which refers to all `pages`.
-fn page(
-    command: &clap::Command,
-    pages: &[(String, clap::Command)],
-) -> Result<Vec<u8>, CommandError> {
+/// The command and those below it without `help`, which has no page.
+fn without_help(command: Command) -> Command {
+    command.mut_subcommands(|below| {
+        let is_help = below.get_name() == "help";
+        without_help(if is_help { below.hide(true) } else { below })
+    })
+}
+
+/// Adds the commands that have a page: `command` and those below it.
+fn add_pages<'c>(command: &'c Command, pages: &mut Vec<&'c Command>) {
+    pages.push(command);
+    for below in shown(command) {
+        add_pages(below, pages);
+    }
+}
+
+fn shown(command: &Command) -> impl Iterator<Item = &Command> {
+    command
+        .get_subcommands()
+        .filter(|below| !below.is_hide_set())
+}
+
+/// The name of the page of a command: bcow-cache-list.
+fn name_of(command: &Command) -> &str {
+    command.get_display_name().unwrap_or(command.get_name())
+}
+
+/// The manual page of a command, which refers to those of the program and of its commands.
+fn page(command: &Command, program: &Command) -> Result<Vec<u8>, CommandError> {
     let after = command
         .get_after_long_help()
         .map_or(String::new(), ToString::to_string);
-    let name = command
-        .get_display_name()
-        .unwrap_or(command.get_name())
-        .to_owned();
+    let name = name_of(command);
     let mut text = Vec::new();
     // The crate would fill the lines of tables in this text, and leave out the texts of options
     // that the short help does not list.
-    let command = command
+    let rendered = command
         .clone()
         .after_long_help(None::<&str>)
         .after_help(None::<&str>);
-    Man::new(command.mut_args(|argument| argument.hide_short_help(false)))
+    Man::new(rendered.mut_args(|argument| argument.hide_short_help(false)))
         .render(&mut text)
         .context(|| "cannot render the manual page")?;
     text.extend(sections(&after).into_bytes());
     if !after.contains("Exit status") {
         text.extend(sections(crate::EXIT_STATUS).into_bytes());
     }
-    let others = pages.iter().filter(|(other, _)| *other != name);
-    let others: Vec<_> = others.map(|(other, _)| format!("{other}(1)")).collect();
+    let others = std::iter::once(program).chain(shown(program)).map(name_of);
+    let others = others.filter(|other| *other != name);
+    let others: Vec<_> = others.map(|other| format!("{other}(1)")).collect();
     text.extend(format!(".SH \"SEE ALSO\"\n{}", escaped(&others.join(", "))).into_bytes());
     Ok(text)
 }

@@ -48,8 +48,11 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 /// programs on a mount.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
-Exit status: that of the program, or 128 and the number of the signal that ended it; 127 if there is
-no such program, 126 if it cannot be executed.")]
+Exit status:
+  N        that of the program
+  126      the program cannot be executed
+  127      there is no such program
+  128 + N  signal N ended the program")]
 pub struct Args {
     /// The image
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]

@@ -241,6 +241,8 @@ fn bash_completes_files_and_options() {
         ("", &["bcow", "cache"], "prune", "--help"),
         ("--up", &["bcow", "mount"], "--upper", "--lazy"),
         ("", &["bcow", "completions"], "zsh", "--help"),
+        ("", &["bcow", "snapshot"], "complete", "--help"),
+        ("", &["bcow", "snapshot"], "rm", "--help"),
     ] {
         let words = [before, &[word]].concat();
         let script = "source ./complete; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1))
@@ -268,19 +270,63 @@ fn bash_completes_files_and_options() {
 }
 
 #[test]
+fn zsh_and_fish_complete_files() {
+    let sandbox = Sandbox::new();
+    let [zsh, fish] = ["zsh", "fish"]
+        .map(|shell| String::from_utf8(sandbox.ok(&["completions", shell])).unwrap());
+    for command in ["extract", "inspect", "mount", "snapshot"] {
+        let label = format!("({command})");
+        let block = zsh.lines().skip_while(|line| line.trim() != label);
+        let mut arguments = block
+            .take_while(|line| !line.starts_with(";;"))
+            .filter(|line| line.starts_with("':"));
+        assert!(arguments.next().unwrap().contains(":_files"), "{command}");
+        // Words with `-f` are in the place of files, except those behind an option.
+        let condition = format!("__fish_bcow_using_subcommand {command}");
+        let mut lines = fish.lines().filter(|line| line.contains(&condition));
+        let is_for_words = |line: &&str| {
+            line.contains(" -f -a ")
+                && !line.contains(" -l ")
+                && !line.contains("seen_subcommand_from help")
+        };
+        assert_eq!(lines.find(is_for_words), None);
+    }
+}
+
+#[test]
 fn manual_pages_are_made_for_every_command() {
     let sandbox = Sandbox::new();
     let page = String::from_utf8(sandbox.ok(&["man"])).unwrap();
     assert!(page.contains(".TH bcow 1"), "{page}");
     sandbox.ok(&["man", "pages"]);
-    for name in ["bcow", "bcow-convert", "bcow-fsck", "bcow-extract"] {
-        let page = String::from_utf8(sandbox.read(&format!("pages/{name}.1"))).unwrap();
+    let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
+    let named = Regex::new(r"(bcow[a-z\\-]*)\(1\)").unwrap();
+    let pages = std::fs::read_dir(sandbox.path("pages")).unwrap();
+    let pages: Vec<_> = pages.map(|page| page.unwrap().path()).collect();
+    assert_eq!(pages.len(), 1 + long_helps(&sandbox).len());
+    for path in pages {
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        let page = std::fs::read_to_string(&path).unwrap();
         assert!(page.contains(&format!(".TH {name} 1")), "{page}");
         for section in ["EXAMPLES", "EXIT STATUS", "SEE ALSO"] {
             let title = format!(".SH \"{section}\"\n");
             assert_eq!(page.matches(&title).count(), 1, "{name}: {section}");
         }
-        assert!(page.contains("bcow\\-mount(1)"), "{page}");
+        for command in commands(&top)
+            .into_iter()
+            .filter(|one| name != format!("bcow-{one}"))
+        {
+            assert!(page.contains(&format!("bcow\\-{command}(1)")), "{page}");
+        }
+        for other in named.captures_iter(&page) {
+            let other = other[1].replace('\\', "");
+            let file = path.with_file_name(format!("{other}.1"));
+            assert!(file.exists(), "{name} refers to {other}(1)");
+        }
         assert!(page.contains("Show progress on standard error"), "{page}");
+    }
+    for (command, name) in [("info", "bcow-inspect"), ("cache-list", "bcow-cache-list")] {
+        let page = String::from_utf8(sandbox.ok(&["man", command])).unwrap();
+        assert!(page.contains(&format!(".TH {name} 1")), "{page}");
     }
 }
