@@ -44,7 +44,7 @@ const OTHER: [&str; 71] = [
     "build: `buildah` and `docker buildx` build images, which `bcow convert` takes",
     "clone: `bcow fork DISK NEW.bcow` makes a further disk with the content of DISK",
     "compare: `bcow diff A B` compares two images or two disks",
-    "config|history|show|stat: `bcow inspect IMG`; with `--json` also the configuration",
+    "config|history|show|stat: `bcow inspect IMG`; with `--json` the whole configuration",
     "connect|losetup|nbd|qemu-nbd: `bcow serve DISK`, or `bcow attach DISK /dev/nbd0` as root",
     "cp: `bcow cat IMG PATH` prints a file, and `bcow extract IMG PATH DIR` copies it",
     "dd: `bcow export DISK --to raw -o FILE` writes the bytes of a disk",
@@ -303,6 +303,34 @@ mod tests {
             ("run x ls -t", "run x ls -t"),
         ] {
             assert_eq!(translate(command_line(theirs)), command_line(ours));
+        }
+        for (commands, theirs, ours) in SAME {
+            for command in commands.split('|') {
+                let theirs = command_line(&format!("{command} {theirs} name"));
+                let ours = format!("{command} {ours} name").replace("  ", " ");
+                assert_eq!(translate(theirs), command_line(&ours));
+            }
+        }
+    }
+
+    #[test]
+    fn every_other_word_leads_on() {
+        let all = crate::command();
+        for row in OTHER {
+            let (key, hint) = row.split_once(": ").expect(row);
+            let (commands, words) = match key.split_once(' ') {
+                Some(both) => both,
+                None if key.starts_with('-') => ("ls", key),
+                None => ("", key),
+            };
+            for command in commands.split('|') {
+                for word in words.split('|') {
+                    let arguments = command_line(format!("{command} {word}").trim_start());
+                    let parsed = all.clone().try_get_matches_from(&arguments);
+                    let advice = advice(&parsed.expect_err(word), &arguments).expect(word);
+                    assert_eq!(advice.hint_text(), Some(hint), "{arguments:?}");
+                }
+            }
         }
     }
 

@@ -6,6 +6,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::support::{Sandbox, Tar, missing, sample, words};
@@ -235,6 +236,34 @@ fn disk_that_is_replaced_is_locked_until_the_new_file_has_its_name() {
     drop(input);
     assert!(convert.wait().unwrap().success());
     sandbox.ok(&["ls", "disk.bcow"]);
+}
+
+#[test]
+fn an_interrupted_command_says_what_it_keeps() {
+    let sandbox = Sandbox::with_image();
+    let old = sandbox.read("image.bcow");
+    let mut convert = sandbox
+        .command(&["convert", "tar:-", "image.bcow"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = convert.stdin.take().unwrap();
+    // An archive without an end: the file again and again.
+    let archive = Tar::new().file("big", &vec![7; 1 << 20]).finish();
+    let member = &archive[..archive.len() - 1024];
+    // More than a pipe can hold: when the write ends, the conversion reads.
+    input.write_all(member).unwrap();
+    kill_process(Pid::from_child(&convert), Signal::INT).unwrap();
+    while input.write_all(member).is_ok() {}
+    let output = convert.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(
+        text,
+        "error: interrupted\nhint: the destination is as it was\n"
+    );
+    assert!(sandbox.read("image.bcow") == old);
 }
 
 /// Puts an image for amd64 with an annotation, and one for arm64, into the layout `multi`.
@@ -482,10 +511,12 @@ fn an_archive_without_a_transport_is_what_its_content_says() {
     ] {
         let script = format!(
             "{archive} | TMPDIR=scratch \"$1\" convert --force - new.bcow
+             {archive} | TMPDIR=scratch \"$1\" convert - oci:again:x
              {archive} > 'debian:12'
              \"$1\" convert --force 'debian:12' file.bcow
              \"$1\" diff image.bcow new.bcow
              \"$1\" diff image.bcow file.bcow
+             \"$1\" diff image.bcow oci:again:x
              rmdir scratch && mkdir scratch"
         );
         let output = Command::new("sh")

@@ -44,6 +44,9 @@ const CONTAINERS: &[&str] = &[
     "pull debian:12 -> `bcow convert docker://NAME IMAGE.bcow`",
     "convert debian:12 x.bcow -> `bcow convert docker://debian:12 ",
     "convert alpine x.bcow -> `bcow convert docker://alpine ",
+    "convert docker.io/library/debian x.bcow -> `bcow convert docker://docker.io/library/debian ",
+    "pull localhost:1/x/y:1 x.bcow -> docker://localhost:1/x/y:1",
+    "push image.bcow docker://localhost:1/x/y:1 -> docker://localhost:1/x/y:1",
     "mount quay.io/x/app mnt -> `bcow convert docker://quay.io/x/app ",
     "convert containers-storage:a x.bcow -> `skopeo copy containers-storage:a ",
     "convert docker-daemon:a:1 x.bcow -> `skopeo copy docker-daemon:a:1 ",
@@ -83,6 +86,9 @@ const FILES: &[&str] = &[
     "mount -r image.bcow mnt -> `-o ro`",
     "mount -a -> `mount -a -t bcow`",
     "mount sample.tar mnt -> `bcow convert sample.tar IMAGE.bcow`",
+    "mount root.tar.gz mnt -> `bcow convert root.tar.gz IMAGE.bcow` makes an image of it, which",
+    "convert tar:root.tar.gz root.bcow => root.bcow: 1 layer",
+    "mount root.bcow mnt --fake =>",
     "unmount mnt -> mnt",
     "umount -l mnt -> mnt",
     "umount -f mnt -> `bcow umount --lazy DIR`",
@@ -101,6 +107,9 @@ fn first_guesses_work_or_lead_on() {
     let sandbox = Sandbox::with_image();
     sandbox.write("disk.raw", &[7; 64 << 10]);
     std::fs::create_dir(sandbox.path("mnt")).unwrap();
+    let mut pack = std::process::Command::new("gzip");
+    let packed = pack.arg("-c").arg(sandbox.path("sample.tar")).output();
+    sandbox.write("root.tar.gz", &packed.unwrap().stdout);
     let guesses = [QEMU_IMG, CONTAINERS, FILES].concat();
     assert!(guesses.len() >= 60);
     // In this order: some use the files of others.
