@@ -5,7 +5,9 @@ release instead.
 """
 
 import glob
+import json
 import os
+import re
 import shutil
 import unittest
 
@@ -119,6 +121,26 @@ class Release(unittest.TestCase):
         self.on_machine(script, user=True)
         self.on_machine("mount -t bcow debian.bcow /mnt -o ro && ls /mnt/usr/bin/python3; "
                         "umount /mnt".replace("debian.bcow", f"{fresh.home(True)}/debian.bcow"))
+        self.on_machine("apt-get -q -y remove bcow")
+
+    def test_the_action_for_workflows_converts(self):
+        steps = re.findall(r"^ *run: \|\n((?: {8}.*\n)+)",
+                           read_text(os.path.join(TOP, "contrib", "github", "action.yml")),
+                           re.MULTILINE)
+        self.assertEqual(len(steps), 2)
+        for to, schema in (("image.bcow", "bcow.convert/1"),
+                           ("oci:layout:x", "bcow.convert-layout/1")):
+            variables = (f"export PACKAGE=/dist/bcow_*.deb RUNNER_TEMP=/tmp GITHUB_OUTPUT=output "
+                         f"FROM=oci:/images/small:small TO={to} OPTIONS=--plain\n"
+                         f"PACKAGE=$(echo $PACKAGE)\n")
+            # As the runner runs `shell: bash`.
+            for step in steps:
+                write = f"cat >step <<'END'\n{variables}{step}END\n"
+                self.on_machine(f"{write}bash --noprofile --norc -eo pipefail step", user=True)
+            summary = self.on_machine("cat output; rm output", user=True)
+            self.assertEqual(summary.count("\n"), 1)
+            document = json.loads(summary.removeprefix("summary="))
+            self.assertEqual(document["schema"], schema)
         self.on_machine("apt-get -q -y remove bcow")
 
     def test_the_tarball_unpacks_into_a_prefix(self):

@@ -177,6 +177,10 @@ class Configuration(support.Scratch):
         self.assertEqual(shell.out, b"")
         document = json.loads(bcow("inspect", self.image, "--json").out)
         self.assertEqual(document["metadata"]["config"]["config"]["User"], "www-data")
+        text = bcow("inspect", self.image).out.decode()
+        for line in (r'entrypoint +\["sh","-c"\]', "command +.*id -un", "user +www-data",
+                     "directory +/srv/new", "environment +PATH=", "A=of the image"):
+            self.assertRegex(text, rf"(?m)^ +{line}")
 
     def test_disks_are_refused(self):
         disk = self.path("disk.bcow")
