@@ -26,10 +26,11 @@ use crate::ui::Ui;
 ///
 /// An image keeps its manifest, and so its digest. If SRC is an index, which has images for several
 /// platforms, DST becomes the same index with all its images and attestations; a file and S3 take
-/// the image for this machine. --platform selects one image. If SRC is one file and DST is a layout, an
-/// archive or a registry, the file becomes the stack of a new image, and files that it names by
-/// digest become the layers of that image. An image with layers cannot be copied to one file: use
-/// `bcow convert`. In S3, the stack gets the name KEY; its layers are beside it, in blobs/sha256.
+/// the image for this machine. --platform selects one image. If SRC is one file and DST is a
+/// layout, an archive or a registry, the file becomes the stack of a new image, and files that it
+/// names by digest become the layers of that image. An image with layers cannot be copied to one
+/// file: use `bcow convert`. In S3, the stack gets the name KEY; its layers are beside it, in
+/// blobs/sha256.
 ///
 /// The command verifies all data against the Merkle trees or the digests. It does not copy blobs
 /// that DST has. In a file or a directory, an interrupted copy stays under a temporary name

@@ -537,8 +537,8 @@ impl InRepository {
     }
 }
 
-/// The index that `docker://...` names, and what reads from its repository; `None` if the name leads
-/// to one manifest.
+/// The index that `docker://...` names, and what reads from its repository; `None` if the name
+/// leads to one manifest.
 pub fn index_in_registry(
     reference: &Reference,
     args: &RemoteArgs,

@@ -51,7 +51,7 @@ pub trait Upload: Send + Sync {
         sent: &dyn Fn(u64),
     ) -> io::Result<()>;
 
-    /// The manifest or index that the name leads to; `None` if there is none.
+    /// The manifest or index that the name leads to; `None` if it leads to nothing.
     fn named(&self) -> io::Result<Option<Vec<u8>>>;
 
     /// Writes the manifest, whose blobs are there. No name changes.

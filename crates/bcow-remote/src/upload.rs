@@ -141,7 +141,7 @@ impl Upload {
         Ok(pushed)
     }
 
-    /// The manifest or index that the name leads to; `None` if there is none.
+    /// The manifest or index that the name leads to; `None` if it leads to nothing.
     pub fn named(&self) -> Result<Option<Vec<u8>>, RemoteError> {
         match self.document(self.tag(), ACCEPT) {
             // Some registries deny what is not there. The upload then says what is allowed.

@@ -172,8 +172,8 @@ impl Sandbox {
 }
 
 /// A core dump would have the content of images. With a limit of one byte, the kernel also starts
-/// no program that stores core dumps; with zero, it starts such a program, and tells it the limit. A
-/// process may be unable to raise a limit of zero, which sudo(8) sets.
+/// no program that stores core dumps; with zero, it starts such a program, and tells it the limit.
+/// A process may be unable to raise a limit of zero, which sudo(8) sets.
 fn refuse_core_dumps() -> Result<(), SandboxError> {
     let least = Rlimit {
         current: Some(1),

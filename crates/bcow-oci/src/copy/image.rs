@@ -164,9 +164,9 @@ impl CopyImage {
         files
     }
 
-    /// The image of a layout: `oci:DIR[:REF]` or `oci-archive:FILE[:REF]`, for `platform` or for that
-    /// of this machine. The directory `scratch` gets the bytes of an archive that is compressed as a
-    /// whole. `cancel` ends the decompression when it becomes true.
+    /// The image of a layout: `oci:DIR[:REF]` or `oci-archive:FILE[:REF]`, for `platform` or for
+    /// that of this machine. The directory `scratch` gets the bytes of an archive that is
+    /// compressed as a whole. `cancel` ends the decompression when it becomes true.
     pub fn of_layout(
         source: &Source,
         platform: Option<&Platform>,

@@ -147,8 +147,8 @@ fn choose_named(
 }
 
 impl Manifests {
-    /// The manifests of `descriptors`, and of the indexes among them. `annotations` are those of the
-    /// index that has the descriptors.
+    /// The manifests of `descriptors`, and of the indexes among them. `annotations` are those of
+    /// the index that has the descriptors.
     pub(crate) fn of(
         files: &Files,
         descriptors: Vec<Descriptor>,

@@ -246,7 +246,7 @@ fn an_index_is_copied_with_all_that_it_lists() {
     let again = copy(&packed, &to.place);
     let copied: u64 = again.blobs.iter().map(|blob| blob.copied_bytes).sum();
     assert!(copied < 2000, "{copied}");
-    // An ordinary index is none to copy.
+    // An ordinary index is not one to copy.
     let ordinary = layout();
     assert!(index_of(&ordinary.source(None)).is_some());
     assert!(copied_index(&ordinary.source(None)).is_none());
