@@ -167,7 +167,7 @@ pub(crate) fn stack_of<'d>(
 pub(crate) fn of_index(files: &Files, manifest: &Candidate) -> Result<Image, ConvertError> {
     let descriptor = &manifest.descriptor;
     let (digest, _, bytes, _) = read_manifest(files, descriptor)?;
-    let from_index = manifest.from_index();
+    let from_index = manifest.described();
     of_manifest(
         files,
         digest,

@@ -61,7 +61,7 @@ impl Form {
 
 impl Candidate {
     /// What the indexes say of this manifest.
-    pub(crate) fn from_index(&self) -> FromIndex {
+    pub(crate) fn described(&self) -> FromIndex {
         let mut from_index = FromIndex::default();
         for found in &self.path {
             from_index.annotate(Some(found));
@@ -225,7 +225,7 @@ impl Manifests {
         form.prefer(&mut images, |candidate| &candidate.descriptor);
         let best = best_platform(place, &images, platform)?;
         let chosen = images.swap_remove(best);
-        let mut from_index = chosen.from_index();
+        let mut from_index = chosen.described();
         from_index.left_out.attestations = self.attestations.len() as u64;
         let others = images.iter().map(|other| other.descriptor.platform_name());
         from_index.left_out.platforms.extend(others);
