@@ -100,7 +100,7 @@ fn print_start(config: &Value, out: &mut Output) -> Result<(), CommandError> {
         ("user", "User"),
         ("directory", "WorkingDir"),
     ] {
-        if let Some(text) = text(&config[key]).filter(|text| text != "" && text != "[]") {
+        if let Some(text) = text(&config[key]).filter(|text| !matches!(&**text, "" | "[]")) {
             line(out, name, text)?;
         }
     }
