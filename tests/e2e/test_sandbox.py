@@ -56,8 +56,11 @@ class Sandboxed(unittest.TestCase):
         """The environment of a process that tries to escape."""
         write_file("report", b"")
         os.chmod("report", 0o666)
+        # The tests may run below the usual directory of temporary files, which convert may change.
+        os.makedirs("temporary", exist_ok=True)
         return {"LD_PRELOAD": os.path.abspath("escape.so"), "ESCAPE_AT": at,
                 "ESCAPE_REPORT": os.path.abspath("report"), "ESCAPE_PATHS": ":".join(paths),
+                "TMPDIR": os.path.abspath("temporary"),
                 **({} if go is None else {"ESCAPE_GO": os.path.abspath(go)})}
 
     def results(self):

@@ -67,23 +67,20 @@ pub fn find_named(name: &PoolName) -> Result<PoolAtSocket, CommandError> {
 pub fn find(socket: &Path) -> Result<PoolAtSocket, CommandError> {
     let deadline = Instant::now() + ANSWER_TIMEOUT;
     loop {
-        match find_once(socket)? {
-            // Its process may have ended, and another one takes over. Only a socket that refuses
-            // connections is dead.
-            PoolAtSocket::Dead if is_listening(socket) => {
-                if Instant::now() < deadline {
-                    std::thread::sleep(PAUSE)
-                } else {
-                    return Ok(PoolAtSocket::Silent);
-                }
-            }
-            found => return Ok(found),
+        let found = find_once(socket)?;
+        if !matches!(found, PoolAtSocket::Dead) {
+            return Ok(found);
+        }
+        // Its process may have ended, and another one takes over. Only a socket that refuses
+        // connections is dead.
+        match connect(socket) {
+            Ok(_) | Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(PAUSE),
+            Ok(_) | Err(Errno::AGAIN) => return Ok(PoolAtSocket::Silent),
+            // The pool has removed its socket: it has ended as it was told.
+            Err(Errno::NOENT) => return Ok(PoolAtSocket::Missing),
+            Err(_) => return Ok(found),
         }
     }
-}
-
-fn is_listening(socket: &Path) -> bool {
-    matches!(connect(socket), Ok(_) | Err(Errno::AGAIN))
 }
 
 fn find_once(socket: &Path) -> Result<PoolAtSocket, CommandError> {
