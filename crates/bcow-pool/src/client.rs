@@ -76,7 +76,7 @@ pub fn find(socket: &Path) -> Result<PoolAtSocket, CommandError> {
         match connect(socket) {
             Ok(_) | Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(PAUSE),
             Ok(_) | Err(Errno::AGAIN) => return Ok(PoolAtSocket::Silent),
-            // The pool has removed its socket: it has ended as it was told.
+            // The pool has ended, and has removed its socket.
             Err(Errno::NOENT) => return Ok(PoolAtSocket::Missing),
             Err(_) => return Ok(found),
         }
