@@ -75,6 +75,10 @@ fn an_index_is_converted_shown_and_copied() {
     assert_eq!(listed(&sandbox, "copied"), listed(&sandbox, "made"));
     let report = parse(&sandbox.ok(&words("copy --json oci:made:x oci-archive:made.tar:x")));
     assert_eq!(report["images"].as_array().unwrap().len(), 2);
+    let pinned = format!("copy --root-hash={} oci:made:x oci:pinned", "0".repeat(64));
+    let said = refused(&sandbox, &pinned, 2);
+    assert!(said.contains("--root-hash is for one image"), "{said}");
+    assert!(!sandbox.path("pinned").exists());
     let one = words("copy --json --platform=linux/amd64 oci-archive:made.tar oci:one:x");
     let report = parse(&sandbox.ok(&one));
     assert_eq!(report["left_out"]["platforms"], json!(["linux/arm64"]));

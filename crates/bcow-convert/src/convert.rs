@@ -19,7 +19,7 @@ use bcow_images::{
 };
 use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
-    Attestations, ConvertError, ConvertOptions, ImageIndex, IndexReport, LayoutForm, LayoutOptions,
+    Attestations, ConvertError, ConvertOptions, ImageIndex, IndexReport, LayoutOptions,
     LayoutPlace, LayoutReport, LeftOut, Platform, Platforms, Prefetch, Report, Source,
     convert_index,
 };
@@ -136,7 +136,7 @@ impl Conversion<'_> {
         }
         let _replaced = match &destination {
             Destination::File(path) => replace::check(path, Replacement::Image, self.force)?,
-            Destination::Layout(to) => self.replaced_archive(to)?,
+            Destination::Layout(to) => replace::check_archive(to, self.force)?,
             _ => None,
         };
         let options = &self.options(platform, is_plain, work)?;
@@ -218,7 +218,7 @@ impl Conversion<'_> {
         };
         refuse_options(self, Way::Split, Images::Several)?;
         self.refuse_compressed(self.plain)?;
-        let _replaced = self.replaced_archive(to)?;
+        let _replaced = replace::check_archive(to, self.force)?;
         let layout = self.layout_options(to);
         let options = &self.options(None, self.plain, work)?;
         let attestations = self.attestations.unwrap_or(Attestations::Keep);
@@ -256,14 +256,6 @@ impl Conversion<'_> {
                 .hint("leave out --plain or --compress"));
         }
         Ok(())
-    }
-
-    /// Fails if an archive may not replace the file in its place.
-    fn replaced_archive(&self, to: &LayoutPlace) -> Result<Option<File>, CommandError> {
-        match to.form {
-            LayoutForm::Archive => replace::check(&to.path, Replacement::Archive, self.force),
-            _ => Ok(None),
-        }
     }
 
     fn layout_options(&self, to: &LayoutPlace) -> LayoutOptions {

@@ -110,11 +110,11 @@ impl Copying<'_> {
         let remote = &self.stores.remote;
         let destination = Destination::of(self.destination, &COPY_TO, remote, self.source)?;
         let from = open(self, &destination, work)?;
-        if let From::Index(index) = from {
-            return self.index(&index, &destination, work);
-        }
         if let Some(root) = remote.root_hash {
             require_root(&from, root)?;
+        }
+        if let From::Index(index) = from {
+            return self.index(&index, &destination, work);
         }
         match (&destination, from) {
             (Destination::S3(name), from) => self.to_s3(&from, name, work),
@@ -253,12 +253,9 @@ impl Copying<'_> {
         Ok(Copied::new(to.shown(), CopyReport::Image(report), left_out))
     }
 
-    /// Fails if an archive may not replace the file in its place.
+    /// Fails if the file in the place of an archive is the source, or may not be replaced.
     fn replaced_archive(&self, to: &LayoutPlace) -> Result<Option<File>, CommandError> {
-        if !matches!(to.form, LayoutForm::Archive) {
-            return Ok(None);
-        }
-        let replaced = replace::check(&to.path, Replacement::Archive, self.force)?;
+        let replaced = replace::check_archive(to, self.force)?;
         let same = |path: &Path| path.canonicalize().ok();
         if let NameParts::OciArchive { file, .. } = self.source.parts()
             && same(file).is_some()

@@ -17,8 +17,8 @@ use bcow::format::{
 };
 use bcow::lock::FileLock;
 use bcow::{Image, OpenOptions};
-use bcow_oci::Digest;
 use bcow_oci::digest::Algorithm;
+use bcow_oci::{Digest, LayoutForm, LayoutPlace};
 
 use crate::error::{CommandError, Context};
 use crate::foreign_format::{self, ForeignFormat};
@@ -48,6 +48,17 @@ pub enum Force {
 impl From<bool> for Force {
     fn from(is_given: bool) -> Self {
         if is_given { Force::Given } else { Force::NotGiven }
+    }
+}
+
+/// As [`check`], for a layout in an archive. Other layouts replace no file.
+pub fn check_archive(
+    to: &LayoutPlace,
+    force: impl Into<Force>,
+) -> Result<Option<File>, CommandError> {
+    match to.form {
+        LayoutForm::Archive => check(&to.path, Replacement::Archive, force),
+        LayoutForm::Directory | LayoutForm::Registry(_) => Ok(None),
     }
 }
 
