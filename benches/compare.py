@@ -6,7 +6,7 @@
 
 Prints Markdown tables: CPU seconds (user + system, children included), wall seconds, peak memory
 and output size of each conversion, and of each mount. The best of --rounds counts, because machines
-are shared. The tables include ratios to the physical limit (`zstd -3` of the same tar). Needs root
+are shared. The tables include ratios to the limit (`zstd -3` of the same tar). Needs root
 (mounts, dropping the page cache). A peer that is not installed is named and left out.
 """
 
