@@ -18,6 +18,7 @@ import unittest
 import unittest.mock
 
 import support
+from kills import Kills
 from support import bcow, need, read_bytes, read_json, read_text, run, skopeo_copy, write_file
 from test_union_crash import Disk
 
@@ -743,8 +744,15 @@ class WithImage(WithContainerd):
         return len(json.loads(result.out)["Layers"])
 
 
-class Containers(WithImage):
+class Containers(Kills, WithImage):
     """containerd runs containers of an ordinary image."""
+
+    def test_containers_outlive_kills(self):
+        self.ctr("images", "import", "--snapshotter", "bcow", self.archive)
+        self.assertEqual(self.snapshotter.end(), 0)
+        self.snapshotter.options = ("--pool", "p")
+        self.snapshotter.start()
+        self.assert_containers_outlive_kills(["bcow.test/small:1"])
 
     def test_containers_write_and_outlive_restarts(self):
         self.ctr("images", "import", "--snapshotter", "bcow", self.archive)

@@ -9,6 +9,7 @@ import tarfile
 import unittest
 
 import support
+from kills import Kills
 from support import (bcow, blob_path, manifest_in, need, read_bytes, read_json, read_text,
                      skopeo_copy, write_file)
 from test_snapshotter import (CODES, CONFIG, ENGINE, WithContainerd, WithSnapshotter,
@@ -241,7 +242,11 @@ class WithContainerd2(WithContainerd):
         os.unlink(archive)
 
 
-class Imports(WithContainerd2):
+class Imports(Kills, WithContainerd2):
+    def test_containers_outlive_kills(self):
+        self.import_image("small")
+        self.assert_containers_outlive_kills(["bcow.test/small:1"])
+
     def test_an_imported_image_is_not_unpacked(self):
         self.import_image("small")
         client = self.snapshotter.client

@@ -15,6 +15,7 @@ import unittest
 
 import schema
 import support
+from kills import Kills
 from sequences import ocilib
 from support import bcow, need, read_bytes, read_text, run, skopeo_copy, write_file
 from test_remote import PASSWORD, USER, credentials, make_certificates, registry
@@ -28,7 +29,7 @@ with contextlib.suppress(ImportError):
 
 LABEL = "containerd.io/snapshot"
 LARGE = random.Random(7).randbytes(16 << 20)
-APPLETS = ["sh", "cat", "echo", "sleep", "ls", "rm", "true", "tr", "cut"]
+APPLETS = ["sh", "cat", "echo", "sleep", "wc", "ls", "rm", "true", "tr", "cut"]
 CONFIG = """
 root = "{place}/lib"
 state = "{place}/run"
@@ -446,7 +447,7 @@ class Registered(WithRegistry, WithSnapshotter):
             listening(port, "docker-registry", "serve", self.path("registry.yml")))
 
 
-class Pods(WithRegistry, WithContainerd):
+class Pods(Kills, WithRegistry, WithContainerd):
     """containerd starts containers from the image, as Kubernetes asks it to: the credentials come
     with the pull, through the snapshotter. A pool serves the mounts."""
 
@@ -523,6 +524,12 @@ class Pods(WithRegistry, WithContainerd):
         self.assert_nothing_is_left()
         self.stop_containerd()
         self.assertEqual(self.snapshotter.end(), 0)
+
+    def test_containers_outlive_kills(self):
+        images = [self.name, f"{self.address}/team/over:1"]
+        for name in images:
+            self.pull(name)
+        self.assert_containers_outlive_kills(images)
 
     def test_a_pod(self):
         images = [self.name, f"{self.address}/team/over:1"]
