@@ -45,6 +45,7 @@ mod types;
 mod upper_entry;
 mod xattr;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -122,8 +123,9 @@ pub struct UnionFs {
     /// Nodes that the kernel forgot, with partial files that have changes which no flush has
     /// recorded. The lock is held only to add or to take nodes. Always empty without a ledger.
     unrecorded: Mutex<Vec<Arc<Node>>>,
-    /// What the process before had executed and may not have answered.
-    executed: resent::Executed,
+    /// The exchanges of names that processes before executed, or were about to: see
+    /// [`crate::ledger::Inherited::exchanges`].
+    exchanges: BTreeMap<u64, u64>,
     /// Files that the kernel uses instead of nodes.
     backings: backings::Backings,
     /// The lock is held only to add or to take nodes.
@@ -219,7 +221,7 @@ impl UnionFs {
             background: Arc::default(),
             ledger,
             unrecorded: Mutex::default(),
-            executed: resent::Executed::default(),
+            exchanges: BTreeMap::new(),
             backings: backings::Backings::default(),
             awaited_opens: Mutex::default(),
         });

@@ -45,6 +45,17 @@ impl UnionFs {
         new_name: &[u8],
         how: RenameMode,
     ) -> Result<(), Errno> {
+        self.rename_numbered(0, (parent, name), (new_parent, new_name), how)
+    }
+
+    /// The same for the request with this number.
+    pub(super) fn rename_numbered(
+        &self,
+        number: u64,
+        (parent, name): (NodeId, &[u8]),
+        (new_parent, new_name): (NodeId, &[u8]),
+        how: RenameMode,
+    ) -> Result<(), Errno> {
         let parent = self.node(parent)?;
         let new_parent = self.node(new_parent)?;
         if matches!(name, b"." | b"..") || matches!(new_name, b"." | b"..") {
@@ -75,7 +86,9 @@ impl UnionFs {
             (RenameMode::NoReplace, Some(_)) => Err(Errno::EXIST),
             (RenameMode::Exchange, None) => Err(Errno::NOENT),
             (_, Some(there)) if there.id == node.id => Ok(()),
-            (RenameMode::Exchange, Some(there)) => self.exchange(&from, &node, &to, &there),
+            (RenameMode::Exchange, Some(there)) => {
+                self.exchange(number, &from, &node, &to, &there)
+            }
             (_, there) => self.move_to(&from, &node, &to, there.as_ref()),
         }
     }
@@ -195,6 +208,7 @@ impl UnionFs {
 
     fn exchange(
         &self,
+        number: u64,
         from: &End<'_>,
         node: &Arc<Node>,
         to: &End<'_>,
@@ -210,6 +224,9 @@ impl UnionFs {
         self.hide_lower(node, to)?;
         self.hide_lower(there, from)?;
         let _placing = (self.may_get(node, to), self.may_get(there, from));
+        if let Some(ledger) = &self.ledger {
+            ledger.exchanges(number, node.id.0);
+        }
         rename(from, to, RenameFlags::EXCHANGE)?;
         from.parent.names_changed.change();
         to.parent.names_changed.change();

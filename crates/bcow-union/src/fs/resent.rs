@@ -5,9 +5,9 @@
 //! can be executed twice. The others are changes of names: the kernel holds the lock of the
 //! directory until it gets the answer, and sends such a request only if it knows that the name does
 //! not exist (to create it) or exists (to remove it). So the present state of the name shows
-//! whether the request was executed. An exchange of two names is the exception, and is recorded.
+//! whether the request was executed. After an exchange, both names exist as before; so the ledger
+//! records which node had the first name.
 
-use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::FileType;
@@ -72,22 +72,6 @@ impl New<'_> {
             New::Symlink(_) => FileType::Symlink,
             New::Special(kind, _) => *kind,
         }
-    }
-}
-
-/// Exchanges of names that a process executed before this one took over.
-#[derive(Debug, Default)]
-pub(super) struct Executed {
-    /// Numbers of their requests.
-    exchanges: HashSet<u64>,
-    /// Nodes that are at a place which was recorded as possible only: the process ended before it
-    /// could record the end of the change.
-    moved: HashSet<NodeId>,
-}
-
-impl Executed {
-    pub(super) fn new(exchanges: HashSet<u64>, moved: HashSet<NodeId>) -> Self {
-        Executed { exchanges, moved }
     }
 }
 
@@ -169,13 +153,7 @@ impl UnionFs {
         {
             return Ok(());
         }
-        self.rename(parent, name, new_parent, new_name, how)?;
-        if how == RenameMode::Exchange
-            && let Some(ledger) = &self.ledger
-        {
-            ledger.exchanged(request.number);
-        }
-        Ok(())
+        self.rename_numbered(request.number, (parent, name), (new_parent, new_name), how)
     }
 
     fn has_renamed(
@@ -191,13 +169,11 @@ impl UnionFs {
         let source = self.find(&parent, name)?;
         let target = self.find(&new_parent, new_name)?;
         Ok(match (how, source, target) {
-            (RenameMode::Exchange, Some(source), Some(target)) => {
-                self.executed.exchanges.contains(&request.number)
-                    || [source.id, target.id]
-                        .iter()
-                        .all(|id| self.executed.moved.contains(id))
+            (RenameMode::Exchange, Some(source), _) => {
+                let before = self.exchanges.get(&request.number);
+                before.is_some_and(|&before| source.id != NodeId(before))
             }
-            (RenameMode::Exchange, ..) => false,
+            (RenameMode::Exchange, None, _) => false,
             (_, None, Some(_)) => true,
             _ => false,
         })

@@ -19,7 +19,6 @@ use super::lookup::{UPPER_ONLY, index_name};
 use super::nodes::{Content, HostPlace, Node, NodeState, Upper};
 use super::orphans::{self, orphan_name};
 use super::plain::set_plain;
-use super::resent::Executed;
 use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
 use crate::errors::ErrorKind;
@@ -31,9 +30,8 @@ use crate::upper::list;
 #[derive(Debug, Default)]
 struct Saved {
     node: Option<NodeRecord>,
-    /// The directories and names that the node can have, and whether each is of a change in
-    /// progress. Those come last.
-    places: Vec<(NodeId, Box<[u8]>, bool)>,
+    /// The directories and names that the node can have. Those of a change in progress come last.
+    places: Vec<(NodeId, Box<[u8]>)>,
 }
 
 /// The nodes while they are being restored.
@@ -47,7 +45,6 @@ struct Restoring<'a> {
     indexed: HashSet<Vec<u8>>,
     /// Nodes of partial files, by the number of the partial file.
     partials: HashMap<u64, Arc<Node>>,
-    moved: HashSet<NodeId>,
 }
 
 /// Where a node was found.
@@ -70,7 +67,6 @@ impl UnionFs {
             orphans: orphans.collect(),
             indexed: list(self.upper.index())?.into_iter().collect(),
             partials: HashMap::new(),
-            moved: HashSet::new(),
         };
         restoring.group(inherited.nodes);
         let ids: Vec<NodeId> = restoring.saved.keys().copied().collect();
@@ -83,7 +79,6 @@ impl UnionFs {
         let Restoring {
             nodes,
             orphans,
-            moved,
             partials,
             ..
         } = restoring;
@@ -106,9 +101,14 @@ impl UnionFs {
         }
         self.restore_backings(inherited.backings);
         self.limit_descriptors();
-        let executed = Executed::new(inherited.exchanges, moved);
+        // The next process may get the same requests. The latest numbers come last, and stay.
+        if let Some(ledger) = &self.ledger {
+            for (&number, &node) in &inherited.exchanges {
+                ledger.exchanges(number, node);
+            }
+        }
         match Arc::get_mut(self) {
-            Some(union) => union.executed = executed,
+            Some(union) => union.exchanges = inherited.exchanges,
             // No thread runs yet that could have a reference.
             None => return Err(Errno::BUSY),
         }
@@ -123,7 +123,7 @@ impl Restoring<'_> {
             if record.parent != 0 {
                 let at = if record.is_place { saved.places.len() } else { 0 };
                 let parent = NodeId(record.parent);
-                let place = (parent, record.name.clone(), record.is_place);
+                let place = (parent, record.name.clone());
                 saved.places.insert(at, place);
             }
             if !record.is_place {
@@ -150,7 +150,7 @@ impl Restoring<'_> {
             if begun.insert(id)
                 && let Some(saved) = self.saved.get(&id)
             {
-                let parents = saved.places.iter().map(|(parent, ..)| *parent);
+                let parents = saved.places.iter().map(|(parent, _)| *parent);
                 let missing = parents.filter(|parent| !self.nodes.contains_key(parent));
                 // A directory that is on the path already is not its own parent: the place is
                 // outdated.
@@ -250,10 +250,10 @@ impl Restoring<'_> {
         record: &NodeRecord,
         kind: FileType,
         lower: Option<Nid>,
-        places: &[(NodeId, Box<[u8]>, bool)],
+        places: &[(NodeId, Box<[u8]>)],
     ) -> RestoredNode {
         let is_orphan = self.orphans.remove(orphan_name(id).as_bytes());
-        for (parent, name, is_possible) in places {
+        for (parent, name) in places {
             let Some(parent) = self.nodes.get(parent).cloned() else {
                 continue;
             };
@@ -261,9 +261,6 @@ impl Restoring<'_> {
             let Ok(Some(object)) = self.at(&parent, name, id, record, lower) else {
                 continue;
             };
-            if *is_possible {
-                self.moved.insert(id);
-            }
             let object = match object {
                 None if kind != FileType::Directory => lower.and_then(|nid| self.in_index(nid)),
                 other => other,

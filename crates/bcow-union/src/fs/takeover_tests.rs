@@ -546,40 +546,88 @@ fn executed_changes_of_names_are_recognized() {
     // A name that never was there is an error also at the second time.
     let missing = rename(&fixture, b"none", directory, b"third", RenameMode::Replace);
     assert_eq!(missing, Err(Errno::NOENT));
-    // An exchange, of which neither node was recorded.
-    announce(&fixture, one, directory, b"second");
-    announce(&fixture, other, directory, b"first");
-    let exchange = |fixture: &Fixture| {
-        let (one, other) = ((directory, &b"first"[..]), (directory, &b"second"[..]));
-        fixture
-            .fs()
-            .rename_requested(RESENT, one, other, RenameMode::Exchange)
+}
+
+/// The process ends before, during or after an exchange of two names, which the kernel asks for
+/// again; and so does the next process.
+#[test]
+fn exchanges_are_executed_once() {
+    let Some(mut fixture) = open() else { return };
+    let root = NodeId::ROOT;
+    let directory = mkdir(&fixture, root, "directory");
+    let upper = fixture.upper().join("directory");
+    let [one, other] = ["one", "other"].map(|name| create(&fixture, directory, name));
+    // The name that is exchanged need not be the one that is recorded.
+    fixture.fs().link(one, root, b"link").unwrap();
+    let names = |fixture: &Fixture| {
+        ["directory/one", "directory/other"].map(|name| fixture.get(name).node)
     };
-    rustix::fs::renameat_with(
-        rustix::fs::CWD,
-        upper.join("directory/first"),
-        rustix::fs::CWD,
-        upper.join("directory/second"),
-        rustix::fs::RenameFlags::EXCHANGE,
-    )
-    .unwrap();
-    fixture.take_over();
-    for round in 0..2 {
-        // In the second round, the number of the request is recorded.
-        exchange(&fixture).unwrap();
-        let names = ["directory/second", "directory/first"].map(|name| fixture.get(name).node);
-        assert_eq!(names, [one, other], "{round}");
-        if round == 0 {
-            let (one, other) = ((directory, &b"first"[..]), (directory, &b"second"[..]));
-            for _ in 0..2 {
-                fixture
-                    .fs()
-                    .rename_requested(FRESH, one, other, RenameMode::Exchange)
-                    .unwrap();
+    let exchange = |fixture: &Fixture, request: RequestId| {
+        let (one, other) = ((directory, &b"one"[..]), (directory, &b"other"[..]));
+        let fs = fixture.fs();
+        fs.rename_requested(request, one, other, RenameMode::Exchange)
+    };
+    let numbered = |number, is_resent| RequestId { number, is_resent };
+    let mut expected = [one, other];
+    for (number, moment) in (1..).zip(["unknown", "announced", "moved", "recorded"]) {
+        let recorded = |id: NodeId, name: &[u8]| {
+            let node = fixture.fs().node(id).unwrap();
+            std::mem::forget(node.entry().unwrap().may_get(directory.0, name));
+        };
+        match moment {
+            "announced" | "moved" => {
+                recorded(expected[0], b"other");
+                recorded(expected[1], b"one");
+                let ledger = fixture.fs().ledger.as_ref().unwrap();
+                ledger.exchanges(number, expected[0].0);
+                if moment == "moved" {
+                    let (from, to) = (upper.join("one"), upper.join("other"));
+                    let (flags, cwd) = (rustix::fs::RenameFlags::EXCHANGE, rustix::fs::CWD);
+                    rustix::fs::renameat_with(cwd, from, cwd, to, flags).unwrap();
+                }
             }
+            "recorded" => exchange(&fixture, numbered(number, false)).unwrap(),
+            _ => {}
+        }
+        expected.reverse();
+        fixture.take_over();
+        if moment != "unknown" {
+            // This one is killed before it gets the request.
             fixture.take_over();
         }
+        for _ in 0..2 {
+            exchange(&fixture, numbered(number, true)).unwrap();
+            assert_eq!(names(&fixture), expected, "{moment}");
+            fixture.take_over();
+            assert_eq!(names(&fixture), expected, "{moment}");
+        }
     }
+}
+
+/// Nothing is exchanged before the ledger has the request.
+#[test]
+fn exchanges_are_recorded_first() {
+    let Some(mut fixture) = open() else { return };
+    let directory = mkdir(&fixture, NodeId::ROOT, "directory");
+    let [one, other] = ["one", "other"].map(|name| create(&fixture, directory, name));
+    let held = fs::File::open(fixture.upper().join("directory")).unwrap();
+    let exchange = |fixture: &Fixture, request| {
+        let (one, other) = ((directory, &b"one"[..]), (directory, &b"other"[..]));
+        let fs = fixture.fs();
+        fs.rename_requested(request, one, other, RenameMode::Exchange)
+    };
+    let flags = rustix::fs::ioctl_getflags(&held).unwrap();
+    let immutable = flags | rustix::fs::IFlags::IMMUTABLE;
+    match rustix::fs::ioctl_setflags(&held, immutable) {
+        Err(Errno::PERM) if !rustix::process::geteuid().is_root() => return,
+        set => set.unwrap(),
+    }
+    assert_eq!(exchange(&fixture, FRESH), Err(Errno::PERM));
+    rustix::fs::ioctl_setflags(&held, flags).unwrap();
+    fixture.take_over();
+    assert_eq!(fixture.fs().exchanges[&FRESH.number], one.0);
+    exchange(&fixture, RESENT).unwrap();
+    assert_eq!(fixture.get("directory/one").node, other);
 }
 
 #[test]

@@ -11,7 +11,7 @@
 //! the piece lies within a page.
 //!
 //! ```text
-//! 0       header: version, generation, whether the ledger is complete, numbers of exchanges
+//! 0       header: version, generation, whether the ledger is complete, exchanges of names
 //! 4096    two areas of changes of partial files, 32 bytes each
 //! ...     records of nodes and of backings: cells of 64 bytes; long names take further cells
 //! ```
@@ -22,7 +22,7 @@ mod node;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -44,7 +44,7 @@ pub use changes::Pass;
 pub use node::{BackingKind, BackingRecord, Flags, LedgerEntry, NodeRecord, Placing};
 
 /// The version of the layout. A process refuses other versions.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const MAGIC: [u8; 8] = *b"bcowledg";
 
 const VERSION_AT: u64 = 8;
@@ -53,7 +53,9 @@ const GENERATION_AT: u64 = 16;
 const BROKEN_AT: u64 = 24;
 const EXCHANGES_AT: u64 = 1024;
 /// The number of exchanges that are remembered: more than the kernel has in flight at a time.
-const EXCHANGES: u64 = 256;
+const EXCHANGES: u64 = 192;
+/// The number of the request, and the node with the first name.
+const EXCHANGE_BYTES: u64 = 16;
 const HEADER_BYTES: u64 = 4096;
 
 /// The ledger of a mount.
@@ -77,8 +79,9 @@ pub struct Inherited {
     pub nodes: Vec<NodeRecord>,
     /// The written bytes of partial files, by the number of the partial file.
     pub written: HashMap<u64, Vec<Range<u64>>>,
-    /// Numbers of the requests whose exchange of two names was executed.
-    pub exchanges: HashSet<u64>,
+    /// Requests to exchange two names that were executed or about to be, by their numbers, with
+    /// the node that had the first name.
+    pub exchanges: BTreeMap<u64, u64>,
     /// The files that the kernel reads instead of nodes.
     pub backings: Vec<BackingRecord>,
 }
@@ -123,13 +126,14 @@ impl Ledger {
                 "the memory for the ledger of the mount was exhausted",
             ));
         }
-        let exchanges = (0..EXCHANGES).map(|index| word(EXCHANGES_AT + index * 8));
+        let exchanges = (0..EXCHANGES).map(|index| EXCHANGES_AT + index * EXCHANGE_BYTES);
+        let exchanges = exchanges.map(|at| (word(at), word(at + 8)));
         let (nodes, backings) = node::read_all(&file, changes::END)?;
         let mut inherited = Inherited {
             generation: word(GENERATION_AT),
             nodes,
             backings,
-            exchanges: exchanges.filter(|&number| number != 0).collect(),
+            exchanges: exchanges.filter(|&(number, _)| number != 0).collect(),
             ..Inherited::default()
         };
         for (partial, bytes) in changes::read_all(&file)? {
@@ -148,10 +152,14 @@ impl Ledger {
         self.generation
     }
 
-    /// Records that the request with this number has exchanged two names.
-    pub fn exchanged(&self, number: u64) {
+    /// Records that the request with this number is about to exchange two names, of which `node`
+    /// has the first.
+    pub fn exchanges(&self, number: u64, node: u64) {
         let slot = self.next_exchange.fetch_add(1, Ordering::Relaxed) % EXCHANGES;
-        self.write(&number.to_le_bytes(), EXCHANGES_AT + slot * 8);
+        let mut record = [0; EXCHANGE_BYTES as usize];
+        record[..8].copy_from_slice(&number.to_le_bytes());
+        record[8..].copy_from_slice(&node.to_le_bytes());
+        self.write(&record, EXCHANGES_AT + slot * EXCHANGE_BYTES);
     }
 
     /// Records that bytes of a partial file are at their place in the host's file, and that no
