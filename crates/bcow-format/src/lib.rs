@@ -41,6 +41,8 @@ pub use address::{BlockShift, Lba, Uba};
 pub use backing::{
     BackingEntry, BackingName, decode_backings, encode_backings, is_plain_name, is_plain_url,
 };
+#[cfg(feature = "testing")]
+pub use checksum::ignore_checksums;
 pub use checksum::{Crc32c, crc32c, crc32c_matches, from_hex, hex};
 pub use entry::{Entry, EntryContext, EntryProblem, Stored, decode_entry, encode_entry};
 pub use error::{FormatError, SectionKind};

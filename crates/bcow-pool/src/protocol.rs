@@ -135,6 +135,8 @@ pub enum Outcome<T> {
     Done(T),
     /// Why it failed.
     Failed(CommandError),
+    /// Nothing was done: another process is about to take over, and can be asked.
+    Again,
 }
 
 /// Encodes a request, with the version.
@@ -196,6 +198,42 @@ mod tests {
         };
         let bytes: OsString = asked.arguments[1].clone().into();
         assert_eq!(bytes.as_bytes(), b"a\xff\n");
+    }
+
+    #[test]
+    fn a_changed_request_is_an_error_or_another_request() {
+        let asked = Asked {
+            arguments: vec![OsStr::from_bytes(b"a\xff\n").into(), OsStr::new("x").into()],
+            directory: OsStr::new("/").into(),
+        };
+        let view = View::own().unwrap();
+        let (mut errors, mut others) = (0, 0);
+        for request in [
+            Request::Mount { asked, view },
+            Request::Stats,
+            Request::Stop { force: true },
+        ] {
+            let line = encode_request(&request).unwrap();
+            // The newline is no part of the document.
+            for at in 0..line.len() - 1 {
+                decode_request(&line[..at]).unwrap_err();
+                for new in [b'0', b'9', b'"', b'\\', b'[', b'}', b',', b'\0', 0x80, 0xff] {
+                    let mut changed = line.clone();
+                    changed[at] = new;
+                    let Ok(found) = decode_request(&changed) else {
+                        errors += 1;
+                        continue;
+                    };
+                    others += 1;
+                    let again = encode_request(&found).unwrap();
+                    assert_eq!(decode_request(&again).unwrap(), found);
+                }
+            }
+        }
+        assert!(
+            errors > 1000 && others > 100,
+            "{errors} errors, {others} others"
+        );
     }
 
     #[test]

@@ -73,7 +73,7 @@ struct AuthState {
 
 /// What a registry requires.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Challenge {
+pub(crate) enum Challenge {
     Basic,
     Bearer {
         realm: String,
@@ -84,16 +84,16 @@ enum Challenge {
 
 /// The answer of a token server. Not all servers keep to the types of the fields.
 #[derive(Deserialize)]
-struct Token(Value);
+pub(crate) struct Token(Value);
 
 impl Token {
-    fn text(&self) -> Option<&str> {
+    pub(crate) fn text(&self) -> Option<&str> {
         let mut texts = ["token", "access_token"].into_iter();
         texts.find_map(|name| self.0[name].as_str().filter(|text| !text.is_empty()))
     }
 
     /// How long the token is valid. A time that makes no sense counts as none.
-    fn lifetime(&self) -> Duration {
+    pub(crate) fn lifetime(&self) -> Duration {
         let seconds = match &self.0["expires_in"] {
             Value::String(text) => text.trim().parse().ok(),
             number => number.as_f64(),
@@ -330,7 +330,7 @@ fn basic(user: &str, password: &str) -> String {
     )
 }
 
-fn parse_challenge(text: &str) -> Option<Challenge> {
+pub(crate) fn parse_challenge(text: &str) -> Option<Challenge> {
     let text = text.trim();
     let (scheme, mut rest) = text.split_once(' ').unwrap_or((text, ""));
     if scheme.eq_ignore_ascii_case("basic") {

@@ -54,7 +54,7 @@ impl PublicKey {
         })
     }
 
-    fn accepts(&self, message: &[u8], signature: &[u8]) -> bool {
+    pub(crate) fn accepts(&self, message: &[u8], signature: &[u8]) -> bool {
         let key = UnparsedPublicKey::new(&ECDSA_P256_SHA256_ASN1, &self.point);
         key.verify(message, signature).is_ok()
     }
@@ -62,7 +62,7 @@ impl PublicKey {
 
 /// The result for one signature that is not right.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Wrong {
+pub(crate) enum Wrong {
     /// The registry has no signature.
     Missing,
     /// Another key has made it, or it is damaged.
@@ -150,6 +150,11 @@ fn verify(payload: &[u8], signature: &[u8], digest: &str, key: &PublicKey) -> Re
     if !key.accepts(payload, signature) {
         return Err(Wrong::Key);
     }
+    signs(payload, digest)
+}
+
+/// Whether a signed document names this digest.
+pub(crate) fn signs(payload: &[u8], digest: &str) -> Result<(), Wrong> {
     let signed: Value = serde_json::from_slice(payload).map_err(|_| Wrong::Payload)?;
     match signed["critical"]["image"]["docker-manifest-digest"].as_str() {
         Some(found) if found == digest => Ok(()),

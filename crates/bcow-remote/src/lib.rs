@@ -43,6 +43,8 @@ mod download;
 mod error;
 mod figures;
 mod file;
+#[cfg(feature = "testing")]
+mod fuzz;
 mod in_flight;
 mod lock;
 mod mirrors;
@@ -67,6 +69,8 @@ pub use download::Download;
 pub use error::{Problem, RemoteError};
 pub use figures::{Figures, ServerFigures};
 pub use file::{Presence, RemoteFile, Warm};
+#[cfg(feature = "testing")]
+pub use fuzz::fuzz_answer;
 pub use registry::{Reference, Registry};
 pub use remote::{Remote, WeakRemote};
 pub use s3::{S3, S3Credentials, S3Keychain, S3Name};

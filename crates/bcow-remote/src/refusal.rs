@@ -27,7 +27,8 @@ pub(crate) fn refused(answer: Answer) -> Refused {
         let code = String::new();
         return Refused { code, fault };
     }
-    let (code, message) = first_error(answer).unwrap_or_default();
+    let document = answer.document(EXPLANATION_BYTES).unwrap_or_default();
+    let (code, message) = first_error(&document).unwrap_or_default();
     let explanation = printable(&match (&*code, &*message) {
         ("", message) => message.to_owned(),
         (code, "") => code.to_owned(),
@@ -45,10 +46,9 @@ pub(crate) fn refused(answer: Answer) -> Refused {
     Refused { code, fault }
 }
 
-/// The code and the message of the first error in an answer; `None` if that is no JSON.
-fn first_error(answer: Answer) -> Option<(String, String)> {
-    let bytes = answer.document(EXPLANATION_BYTES).ok()?;
-    let document: Value = serde_json::from_slice(&bytes).ok()?;
+/// The code and the message of the first error in a document; `None` if that is no JSON.
+pub(crate) fn first_error(document: &[u8]) -> Option<(String, String)> {
+    let document: Value = serde_json::from_slice(document).ok()?;
     let error = &document["errors"][0];
     let text = |name: &str| error[name].as_str().unwrap_or_default().to_owned();
     Some((text("code"), text("message")))

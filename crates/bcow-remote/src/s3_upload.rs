@@ -560,7 +560,7 @@ fn refusal(mut answer: Answer) -> Fault {
 }
 
 /// The content of the elements of this name, which does not contain itself.
-fn elements<'t>(text: &'t str, name: &str) -> impl Iterator<Item = &'t str> {
+pub(crate) fn elements<'t>(text: &'t str, name: &str) -> impl Iterator<Item = &'t str> {
     let (begin, end) = (format!("<{name}>"), format!("</{name}>"));
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -571,7 +571,7 @@ fn elements<'t>(text: &'t str, name: &str) -> impl Iterator<Item = &'t str> {
     })
 }
 
-fn unescape(text: &str) -> String {
+pub(crate) fn unescape(text: &str) -> String {
     let named = [
         ("&quot;", "\""),
         ("&#34;", "\""),
@@ -585,7 +585,7 @@ fn unescape(text: &str) -> String {
     named.into_iter().fold(text.to_owned(), replaced)
 }
 
-fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('"', "&quot;")

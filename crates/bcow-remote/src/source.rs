@@ -106,7 +106,8 @@ impl Source {
         refuse_compressed(&answer)?;
         match answer.status {
             206 => {
-                let (from, to, total) = content_range(&answer).ok_or_else(|| {
+                let range = answer.header("content-range").and_then(content_range);
+                let (from, to, total) = range.ok_or_else(|| {
                     Problem::Answer("status 206 without a valid Content-Range".into()).transient()
                 })?;
                 if from != start || to >= end {
@@ -277,23 +278,26 @@ fn refuse_compressed(answer: &Answer) -> Result<(), Fault> {
 fn next_page(answer: &Answer) -> Option<&str> {
     let fields = answer.headers.get_all("link").iter();
     let mut fields = fields.filter_map(|field| field.to_str().ok());
-    fields.find_map(|field| {
-        let mut links = field
-            .split('<')
-            .skip(1)
-            .filter_map(|link| link.split_once('>'));
-        let is_next = |parameter: &str| {
-            let value = parameter
-                .split_once('=')
-                .filter(|(name, _)| name.trim().eq_ignore_ascii_case("rel"));
-            value.is_some_and(|(_, value)| {
-                let mut relations = value.trim().trim_matches('"').split_whitespace();
-                relations.any(|relation| relation.eq_ignore_ascii_case("next"))
-            })
-        };
-        links.find_map(|(target, parameters)| {
-            parameters.split([';', ',']).any(is_next).then_some(target)
+    fields.find_map(next_target)
+}
+
+/// The target in the value of one `Link` header.
+pub(crate) fn next_target(field: &str) -> Option<&str> {
+    let mut links = field
+        .split('<')
+        .skip(1)
+        .filter_map(|link| link.split_once('>'));
+    let is_next = |parameter: &str| {
+        let value = parameter
+            .split_once('=')
+            .filter(|(name, _)| name.trim().eq_ignore_ascii_case("rel"));
+        value.is_some_and(|(_, value)| {
+            let mut relations = value.trim().trim_matches('"').split_whitespace();
+            relations.any(|relation| relation.eq_ignore_ascii_case("next"))
         })
+    };
+    links.find_map(|(target, parameters)| {
+        parameters.split([';', ',']).any(is_next).then_some(target)
     })
 }
 
@@ -303,8 +307,8 @@ fn content_length(answer: &Answer) -> Option<u64> {
 
 /// The first byte, the last byte and the length of the file in a valid `Content-Range` header:
 /// `bytes FIRST-LAST/TOTAL`, with `*` for an unknown length.
-fn content_range(answer: &Answer) -> Option<(u64, u64, Option<u64>)> {
-    let (unit, range) = answer.header("content-range")?.trim().split_once(' ')?;
+pub(crate) fn content_range(value: &str) -> Option<(u64, u64, Option<u64>)> {
+    let (unit, range) = value.trim().split_once(' ')?;
     if !unit.eq_ignore_ascii_case("bytes") {
         return None;
     }

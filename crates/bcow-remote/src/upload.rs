@@ -7,7 +7,7 @@
 //! start.
 
 mod access;
-mod session;
+pub(crate) mod session;
 
 use std::sync::Arc;
 

@@ -147,7 +147,7 @@ fn read_devices(device: &dyn BlockDevice, raw: &SuperBlock) -> Result<Vec<u64>, 
 #[allow(unexpected_cfgs)]
 fn check_checksum(raw: &SuperBlock, buf: &[u8], available: usize) -> Result<(), ErofsError> {
     // A fuzzer would never produce a valid checksum.
-    if cfg!(fuzzing) || raw.feature_compat.get() & compatible::SUPERBLOCK_CHECKSUM == 0 {
+    if raw.feature_compat.get() & compatible::SUPERBLOCK_CHECKSUM == 0 {
         return Ok(());
     }
     // The checksum covers the rest of the block that holds the superblock; with small blocks, one

@@ -295,7 +295,7 @@ fn arrived(range: &str, most: u64) -> Result<u64, Ended> {
 }
 
 /// The number of bytes in a range, `0-LAST` or `bytes=0-LAST`.
-fn length(range: &str) -> Option<u64> {
+pub(crate) fn length(range: &str) -> Option<u64> {
     let range = range.trim();
     let (first, last) = range
         .strip_prefix("bytes=")

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 24] = [
+const MAY_USE: [(&str, &[&str]); 25] = [
     ("bcow-sandbox", &[]),
     ("bcow-listen", &[]),
     ("bcow-format", &[]),
@@ -133,6 +133,21 @@ const MAY_USE: [(&str, &[&str]); 24] = [
             "bcow",
             "bcow-format",
             "bcow-sandbox",
+        ],
+    ),
+    (
+        "bcow-fuzz",
+        &[
+            "bcow-remote",
+            "bcow-foreign",
+            "bcow-oci",
+            "bcow-nbd",
+            "bcow-union",
+            "bcow-view",
+            "bcow-ext4",
+            "bcow-erofs",
+            "bcow",
+            "bcow-format",
         ],
     ),
 ];

@@ -2,6 +2,7 @@
 //! at column 100, and texts use the field's words.
 
 mod crates;
+mod dependencies;
 mod modules;
 mod text;
 

@@ -1,0 +1,53 @@
+//! What servers send, for a fuzzer: the parts of an answer that this crate parses itself.
+
+use crate::address::Address;
+use crate::auth::{Token, parse_challenge};
+use crate::cosign::{PublicKey, signs};
+use crate::refusal::first_error;
+use crate::registry::{Reference, entries};
+use crate::s3::{S3Name, explanation};
+use crate::s3_upload::{elements, escape, unescape};
+use crate::source::{content_range, next_target};
+use crate::upload::session::length;
+
+/// Reads `bytes` as the value of each header, and as each document, that a server can send. Errors
+/// are expected; only a panic, or a property that does not hold, is a finding.
+pub fn fuzz_answer(bytes: &[u8]) {
+    let _ = first_error(bytes);
+    let _ = entries(bytes);
+    let _ = signs(bytes, "sha256:00");
+    if let Ok(token) = serde_json::from_slice::<Token>(bytes) {
+        let _ = token.text();
+        assert!(token.lifetime().as_secs() >= 1);
+    }
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
+    let _ = parse_challenge(text);
+    if let Some((first, last, total)) = content_range(text) {
+        assert!(first <= last && total.is_none_or(|total| last < total));
+    }
+    let _ = length(text);
+    let _ = explanation(text);
+    for upload in elements(text, "Upload") {
+        let _ = elements(upload, "UploadId").map(unescape).count();
+    }
+    assert_eq!(unescape(&escape(text)), text);
+    if let Ok(key) = PublicKey::parse_pem(text) {
+        assert!(!key.accepts(b"message", bytes));
+    }
+    let base = Address::parse("https://host:5000/v2/name/blobs/x?a=b").expect("an address");
+    let targets = [Some(text), next_target(text)];
+    for target in targets.into_iter().flatten() {
+        // A redirect leads to an address that leads to itself.
+        if let Ok(joined) = base.join(target) {
+            let again = Address::parse(&joined.to_string()).expect("an address again");
+            assert_eq!(again.to_string(), joined.to_string());
+        }
+    }
+    if let Ok(reference) = text.parse::<Reference>() {
+        let again = reference.to_string().parse::<Reference>();
+        assert_eq!(again.expect("a reference again"), reference);
+    }
+    let _ = text.parse::<S3Name>();
+}
