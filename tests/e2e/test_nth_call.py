@@ -1,21 +1,29 @@
-"""Faults at every call: strace fails the n-th system call of a kind in a command, for each n. The
-command then succeeds with the right result, or fails with a message, and loses nothing.
+"""Faults at every call: strace fails the n-th system call of a kind in a command, for each n, or
+kills or stops the command there; a preloaded library makes the n-th read or write short. The
+command then succeeds with the right result, or fails with a message, and loses nothing. The same
+in the processes of mounts with an upper, in which a program makes each of its changes durable.
 
 The calls that the dynamic linker makes before the program begins are not failed. Each run fails a
-sample of the calls; BCOW_CALLS=all fails up to 250 of each kind, and prints the figures of
-docs/reliability.md."""
+sample of the calls; BCOW_CALLS=all fails up to 250 of each kind in commands and 25 in mounts, and
+prints the figures of docs/reliability.md."""
 
 import collections
+import contextlib
 import glob
 import os
 import random
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 
-from support import BCOW, bcow, need, read_bytes, run, write_file
+import durable_steps
+from support import BCOW, TOP, bcow, digest_in, is_mounted, need, read_bytes, run, write_file
 from test_disks import Directory
-from test_snapshots import content, snapshots, write
+from test_snapshots import CHANGES, content, snapshots, write
+from union import UnionCase
 
 ALL = os.environ.get("BCOW_CALLS") == "all"
 # The errors with which calls fail.
@@ -51,28 +59,59 @@ ERRORS = {
     "clone3": ("EAGAIN",),
     "getrandom": ("EIO",),
 }
+KILLS = {*CHANGES.split(","), "mkdir", "copy_file_range"}
+SHORT = os.path.join(TOP, "tests", "e2e", "preload", "short.c")
 SIZE = 1 << 20
 
 
+def faults(kind):
+    """What can happen at a call of this kind, as strace injects it."""
+    return ([f"error={error}" for error in ERRORS[kind]] + ["signal=STOP"]
+            + ["signal=KILL"] * (kind in KILLS))
+
+
+def numbers_of(kind, calls, before, most, dice):
+    """Numbers of calls to fail, at most that many."""
+    first = before[kind] + 1
+    last = max((thread[kind] for thread in calls), default=0)
+    numbers = range(first, last + 1)
+    return numbers if len(numbers) <= most else sorted(dice.sample(numbers, most))
+
+
 def counts(command):
-    """The number of calls of each kind that each thread makes, the main thread first."""
-    run("strace", "-f", "-qq", "-o", "calls", "-e", f"trace={','.join(ERRORS)}", *command)
+    run(*tracer("calls"), *command)
+    return counted("calls")
+
+
+def tracer(log):
+    return ["strace", "-D", "-f", "-qq", "-o", log, "-e", f"trace={','.join(ERRORS)}"]
+
+
+def counted(log):
+    """The number of calls of each kind that each thread has made, the main thread first."""
     threads = collections.defaultdict(collections.Counter)
-    with open("calls") as file:
+    with open(log) as file:
         for line in file:
             thread, call = line.split(maxsplit=1)
             if match := re.match(r"(\w+)\(", call):
                 threads[thread][match[1]] += 1
-    os.unlink("calls")
+    os.unlink(log)
     return list(threads.values())
 
 
 class NthCall(Directory):
     """Each test has files in its directory, which each run of the command gets as copies."""
 
+    # Whether the command was killed.
+    was_killed = False
+
     def setUp(self):
-        need("strace")
+        need("strace", "gcc")
         super().setUp()
+        scratch = tempfile.TemporaryDirectory(prefix="short-")
+        self.addCleanup(scratch.cleanup)
+        self.short = os.path.join(scratch.name, "short.so")
+        run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", self.short, SHORT)
         self.random = random.Random(1)
         # Of the dynamic linker and the start of the program.
         self.before_begin = counts([BCOW, "version"])[0]
@@ -80,47 +119,84 @@ class NthCall(Directory):
     def fail_everywhere(self, command, check):
         """Fails calls of a command. `check` gets whether the command succeeded."""
         name = " ".join(word for word in command if re.fullmatch("[a-z]+", word))
-        files = glob.glob("*")
-        top, table = os.getcwd(), collections.Counter()
-        os.mkdir("copy")
-        run("cp", "-a", "--sparse=always", *files, "copy")
-        os.chdir("copy")
-        calls = counts([BCOW, *command])
-        check(True)
-        os.chdir(top)
-        for kind, errors in ERRORS.items():
-            first = self.before_begin[kind] + 1
-            last = max(thread[kind] for thread in calls)
-            numbers = range(first, last + 1)
+        self.files, table = glob.glob("*"), collections.Counter()
+        with self.copied_files():
+            calls = counts([BCOW, *command])
+            check(True)
+        for kind in ERRORS:
             # A command that looks at all processes makes many calls.
-            most = 250 if ALL else 2
-            if len(numbers) > most:
-                numbers = sorted(self.random.sample(numbers, most))
-            for number in numbers:
-                for error in errors if ALL else (self.random.choice(errors),):
-                    shutil.rmtree("copy")
-                    os.mkdir("copy")
-                    run("cp", "-a", "--sparse=always", *files, "copy")
-                    os.chdir("copy")
-                    inject = f"inject={kind}:error={error}:when={number}"
-                    done = run("strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}",
-                               "-e", inject, BCOW, *command, check=False)
-                    with self.subTest(command=name, kind=kind, number=number, error=error):
-                        self.assertTrue(0 <= done.code < 128, done)
-                        if done.code:
-                            self.assertRegex(done.out + done.err, b"error[: ]")
-                        self.assertNotIn(b"panicked", done.err)
-                        check(done.code == 0)
-                    table[kind] += 1
-                    table["failed"] += done.code != 0
-                    os.chdir(top)
-        shutil.rmtree("copy")
+            for number in numbers_of(kind, calls, self.before_begin, 250 if ALL else 2,
+                                     self.random):
+                for fault in faults(kind) if ALL else (self.random.choice(faults(kind)),):
+                    with self.subTest(command=name, kind=kind, number=number, fault=fault), \
+                            self.copied_files():
+                        succeeded = self.succeeds(command, kind, number, fault)
+                        check(succeeded)
+                        table[fault.partition("=")[2] if "signal" in fault else "failed"] += 1
+                        table["command failed"] += not succeeded and "error" in fault
+        self.shorten_everywhere(name, command, check, table)
         if ALL:
             print(name, dict(table), file=sys.stderr)
-        self.assertGreater(table["failed"], 0)
+        self.assertGreater(table["command failed"], 0)
+
+    @contextlib.contextmanager
+    def copied_files(self):
+        """Copies of the files of the test, in a directory of their own."""
+        top = os.getcwd()
+        os.mkdir("copy")
+        run("cp", "-a", "--sparse=always", *self.files, "copy")
+        os.chdir("copy")
+        try:
+            yield
+        finally:
+            os.chdir(top)
+            shutil.rmtree("copy")
+
+    def succeeds(self, command, kind, number, fault):
+        """Runs a command with a fault; returns whether it succeeds."""
+        process = subprocess.Popen(
+            ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}",
+             "-e", f"inject={kind}:{fault}:when={number}", BCOW, *command],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while True:
+            try:
+                out, err = process.communicate(timeout=0.05 if "STOP" in fault else 600)
+                break
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGCONT)
+        self.was_killed = "KILL" in fault
+        if self.was_killed:
+            self.assertIn(process.returncode, (0, -signal.SIGKILL))
+        else:
+            self.assertTrue(0 <= process.returncode < 128, (process.returncode, err))
+        if "STOP" in fault:
+            self.assertEqual(process.returncode, 0, err)
+        if process.returncode > 0:
+            self.assertRegex(out + err, b"error[: ]")
+        self.assertNotIn(b"panicked", err)
+        return process.returncode == 0
+
+    def shorten_everywhere(self, name, command, check, table):
+        """Makes reads and writes of a command short, with which it succeeds."""
+        with self.copied_files():
+            self.was_killed = False
+            env = {"LD_PRELOAD": self.short, "SHORT_COUNTS": os.path.join(os.getcwd(), "counts")}
+            run(BCOW, *command, env=env)
+            with open("counts") as file:
+                made = {call: int(count) for call, count in map(str.split, file)}
+        for call, count in made.items():
+            most = 250 if ALL else 1
+            for number in sorted(self.random.sample(range(1, count + 1), min(most, count))):
+                with self.subTest(command=name, short=call, number=number), self.copied_files():
+                    run(BCOW, *command, env={"LD_PRELOAD": self.short, "SHORT_CALL": call,
+                                             "SHORT_AT": str(number)})
+                    check(True)
+                    table["short"] += 1
 
     def assert_no_more(self, *names):
-        self.assertEqual(sorted(os.listdir()), sorted(names))
+        # A killed command leaves its hidden files.
+        left = [name for name in os.listdir() if not (self.was_killed and name.startswith("."))]
+        self.assertEqual(sorted(left), sorted(names))
 
     def make_disk(self):
         """A disk of random content over an image. Returns the content."""
@@ -174,6 +250,27 @@ class Conversions(NthCall):
     def check_extracted(self, succeeded, data):
         if succeeded:
             self.assertTrue(read_bytes("out/large") == data)
+
+
+    def test_a_layout_gets_the_whole_image_or_none(self):
+        os.mkdir("tree")
+        write_file("tree/large", self.random.randbytes(300_000))
+        bcow("convert", "dir:tree", "a.bcow")
+        bcow("copy", "a.bcow", "oci:expected:tag")
+        digest = digest_in("expected")
+        for name in ("tree", "expected"):
+            shutil.rmtree(name)
+
+        def check(succeeded):
+            try:
+                self.assertEqual(digest_in("store"), digest)
+            except (FileNotFoundError, ValueError):
+                self.assertFalse(succeeded)
+                # A further copy completes it.
+                bcow("copy", "a.bcow", "oci:store:tag")
+            bcow("fsck", "--data", "oci:store:tag")
+
+        self.fail_everywhere(["copy", "a.bcow", "oci:store:tag"], check)
 
 
 class Disks(NthCall):
@@ -247,3 +344,79 @@ class Disks(NthCall):
                 self.assert_no_more("base.bcow", "vm.bcow")
 
             self.fail_everywhere(command, check)
+
+
+class Mounts(UnionCase):
+    """The processes of mounts. A call that fails may fail a change of the program, or end the
+    mount; each change before it is there after the next mount."""
+
+    mounts = False
+    plant = staticmethod(durable_steps.plant)
+
+    def setUp(self):
+        need("strace")
+        super().setUp()
+        self.command = self.mount.command
+        self.random = random.Random(1)
+
+    def run_steps(self, prefix):
+        """Mounts with a process that a command starts, and makes changes until one fails. Returns
+        the files before and after the last change, and whether something failed."""
+        shutil.rmtree(self.upper)
+        os.mkdir(self.upper)
+        self.mount.command = lambda: [*prefix, *self.command()]
+        files = durable_steps.files_at(self.lower.tree)
+        before, failed, self.was_mounted = dict(files), False, False
+        try:
+            self.mount.mount()
+            self.was_mounted = True
+            for step in durable_steps.steps(self.where, 1):
+                before = dict(files)
+                step(files)
+            before = dict(files)
+        except (OSError, AssertionError):
+            failed = True
+        finally:
+            self.mount.command = self.command
+        if is_mounted(self.where):
+            failed |= bcow("umount", self.where, check=False, timeout=60).code != 0
+        if is_mounted(self.where):
+            run("umount", "-l", self.where)
+        code = self.mount.process.wait(timeout=60)
+        self.assertNotIn("panicked", self.mount.release())
+        return before, files, failed or code != 0
+
+    def fail_everywhere(self, count):
+        log = os.path.join(self.mount.directory, "calls")
+        before, _, failed = self.run_steps(tracer(log))
+        self.assertFalse(failed)
+        calls, table = counted(log), collections.Counter()
+        chosen = [(kind, number, fault) for kind in ERRORS for number in numbers_of(
+                      kind, calls, {kind: 0}, 25, self.random)
+                  for fault in faults(kind) if "STOP" not in fault]
+        for kind, number, fault in chosen if ALL else self.random.sample(chosen, count):
+            with self.subTest(kind=kind, number=number, fault=fault):
+                old, new, failed = self.run_steps(
+                    ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}",
+                     "-e", f"inject={kind}:{fault}:when={number}"])
+                if self.was_mounted:
+                    bcow("fsck", self.upper)
+                self.mount.mount()
+                problem = durable_steps.problem_between(durable_steps.files_at(self.where), old,
+                                                        new)
+                self.mount.unmount()
+                self.assertIsNone(problem)
+                table[kind] += 1
+                table["failed"] += failed
+        if ALL:
+            print(self.kind, sum(table.values()) - table["failed"], dict(table), file=sys.stderr)
+
+    def test_changes_before_the_fault_are_kept(self):
+        self.fail_everywhere(4)
+
+
+class KernelMounts(Mounts):
+    kind = "bcow+driver=kernel"
+
+    def test_changes_before_the_fault_are_kept(self):
+        self.fail_everywhere(2)
