@@ -1,6 +1,7 @@
 """Snapshots, forks, rollbacks and commits in random sequences, of disks and of uppers of both
-drivers, at rest and in use. Processes and commands are killed between. Each content is compared
-with the one that was recorded, and the ext4 of each snapshot is checked by e2fsck.
+drivers, at rest and in use. Between, processes and commands are killed, and power cuts lose what
+the host's file system had not yet written to its disk. Each content is compared with the one that
+was recorded, and the ext4 of each snapshot is checked by e2fsck.
 
 BCOW_ROUNDS=1000 runs that many sequences of each kind, BCOW_STEPS=30 longer ones, and BCOW_SEED=7
 begins with another one. A failure names the seed of its sequence.
@@ -20,6 +21,7 @@ import support
 from promises import promise
 from support import BCOW, Served, bcow, is_mounted, need, read_bytes, run, served, write_file
 from test_snapshots import connected, snapshots
+import test_union_crash
 import tree
 
 ROUNDS = int(os.environ.get("BCOW_ROUNDS") or 1)
@@ -172,6 +174,9 @@ class UsedDisk:
     def kill(self):
         self.server.end(signal.SIGKILL)
 
+    def process(self):
+        return self.server.process
+
 
 class Uppers:
     """Uppers of a driver, which mounts use at times."""
@@ -256,6 +261,9 @@ class UsedUpper:
         if is_mounted(self.one.where):
             run("umount", self.one.where)
 
+    def process(self):
+        return self.one.process
+
 
 class KernelUppers(Uppers):
     subject = subjects.KERNEL
@@ -280,7 +288,8 @@ class Sequence:
         self.test, self.dice, self.count = test, random.Random(seed), 0
         self.directory = test.path(f"sequence-{seed}")
         os.mkdir(self.directory)
-        self.kind = kind(test, self.directory, self.dice)
+        self.host = test_union_crash.Disk(self.directory)
+        self.kind = kind(test, self.host.where, self.dice)
         self.states = {"begin": self.kind.begin("begin")}
         # By the names of the disk or upper and of the snapshot.
         self.taken = {}
@@ -300,6 +309,7 @@ class Sequence:
             self.verify()
         finally:
             self.kind.remove()
+            self.host.remove()
         shutil.rmtree(self.directory)
 
     def step(self, step, name):
@@ -340,6 +350,7 @@ class Sequence:
                 self.taken_of_left.add((new, older))
 
     def use(self, name):
+        self.synchronize()
         use = self.kind.use(name, self.states[name])
         self.left.discard(name)
         for _ in range(self.dice.randrange(1, 4)):
@@ -358,12 +369,39 @@ class Sequence:
             command = self.command(name, use, "snapshot", "{}", new)
             asked = subprocess.Popen([BCOW, *command], stderr=subprocess.DEVNULL)
             time.sleep(self.dice.uniform(0, KILLED_WITHIN))
-        use.kill()
+        self.end_all(use.kill, use.process(), *([asked] if asked else []))
         self.left.add(name)
         if asked:
-            asked.wait(timeout=TIMEOUT)
             if new in snapshots(self.kind.path(name)):
                 self.record(name, new)
+            else:
+                self.test.assertNotEqual(asked.returncode, 0)
+
+    def end_all(self, kill, first, *others):
+        """Kills a process, and in half of the cases cuts the power. The other processes wait for
+        it. `kill` then does what its end needs."""
+        is_cut = self.dice.random() < 0.5
+
+        def stop():
+            first.kill()
+            for process in others:
+                # Stopped ones do not end by themselves.
+                if is_cut:
+                    process.kill()
+                process.wait(timeout=TIMEOUT)
+            kill()
+
+        if is_cut:
+            # Then nothing is written any more.
+            for process in (first, *others):
+                process.send_signal(signal.SIGSTOP)
+            self.host.cut(stop)
+        else:
+            stop()
+
+    def synchronize(self):
+        """Makes all durable that was done before."""
+        run("sync", "-f", self.host.where)
 
     def snapshot(self, name, use=None):
         new = self.new_name()
@@ -413,7 +451,7 @@ class Sequence:
             self.kind.assert_same(expected, shown)
 
     def interrupt(self, name):
-        """Kills a command."""
+        """Ends a command by a kill or a power cut."""
         new, names = self.new_name(), self.snapshots(name)
         snapshot = self.dice.choice(names) if names else None
         step = self.dice.choice(["snapshot", "fork", "rollback", "remove"]) if names else "snapshot"
@@ -421,25 +459,30 @@ class Sequence:
                    "fork": ["fork", f"{{}}@{snapshot}", self.kind.path(new)],
                    "rollback": ["rollback", "{}", snapshot, "--keep", new],
                    "remove": ["snapshot", "rm", "{}", snapshot]}[step]
-        process = subprocess.Popen([BCOW, *self.command(name, None, *command)],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        arguments = self.command(name, None, *command)
+        self.synchronize()
+        process = subprocess.Popen([BCOW, *arguments], stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
         time.sleep(self.dice.uniform(0, KILLED_WITHIN))
-        process.kill()
-        process.wait(timeout=TIMEOUT)
-        found = snapshots(self.kind.path(name))
-        if step == "fork":
-            if os.path.exists(self.kind.path(new)):
-                self.record_fork(name, snapshot, new, self.taken[name, snapshot])
-        elif new in found:
+        self.end_all(lambda: process.wait(timeout=TIMEOUT), process)
+        found, is_done = snapshots(self.kind.path(name)), process.returncode == 0
+        is_made = os.path.exists(self.kind.path(new)) if step == "fork" else new in found
+        if is_made and step == "fork":
+            self.record_fork(name, snapshot, new, self.taken[name, snapshot])
+        elif is_made:
             self.record(name, new)
         if step == "rollback":
             shown, old = self.kind.show(name), self.states[name]
-            self.test.assertTrue(shown in (old, self.taken[name, snapshot]))
+            self.test.assertTrue(shown == self.taken[name, snapshot]
+                                 or (shown == old and not is_done))
             if shown != old:
-                self.test.assertIn(new, found)
+                self.test.assertTrue(is_made)
                 self.states[name] = shown
-        if step == "remove" and snapshot not in found:
-            del self.taken[name, snapshot]
+        if step == "remove":
+            is_made = snapshot not in found
+            if is_made:
+                del self.taken[name, snapshot]
+        self.test.assertTrue(is_made or not is_done)
 
     def verify(self):
         for name, expected in self.states.items():
@@ -454,7 +497,8 @@ class Sequence:
 class Models(support.Scratch):
     @classmethod
     def setUpClass(cls):
-        need("nbdcopy", "nbdsh", "e2fsck", "dumpe2fs", "losetup", root=True, fuse=True)
+        need("nbdcopy", "nbdsh", "mkfs.ext4", "e2fsck", "dumpe2fs", "losetup", root=True,
+             fuse=True)
         super().setUpClass()
         cls.lower = subjects.Lower(cls.directory, plant)
         cls.lower.make_image()

@@ -408,9 +408,9 @@ class Disk:
         os.mkdir(self.where)
         run("mount", "-o", self.OPTIONS, self.image, self.where)
 
-    def cut(self):
+    def cut(self, stop=lambda: None):
         """Copies the disk at one moment. A copy during which a write happened could have later
-        writes without earlier ones."""
+        writes without earlier ones. `stop` then ends all that uses the disk."""
         copy = self.image + ".cut"
         for _ in range(100):
             before = self.written()
@@ -420,6 +420,7 @@ class Disk:
                 break
         else:
             raise AssertionError("the disk is written to all the time")
+        stop()
         run("umount", self.where)
         os.replace(copy, self.image)
         run("mount", "-o", self.OPTIONS, self.image, self.where)
