@@ -291,6 +291,10 @@ impl Session {
     /// Answers requests until the mount is gone. Then the written data is durable, as far as the
     /// union's options require it.
     pub fn serve(self) -> Result<(), MountError> {
+        if let Some(closing) = &self.union {
+            let started = closing.union.start_background();
+            started.map_err(MountError::process("start a thread"))?;
+        }
         idle::watch(&self.stats);
         drop(self.stats);
         let served = (self.fuse)().map_err(MountError::Session);

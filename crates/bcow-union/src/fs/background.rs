@@ -113,7 +113,9 @@ impl Drop for UnionFs {
 }
 
 impl UnionFs {
-    pub(super) fn start_background(self: &Arc<Self>) -> std::io::Result<()> {
+    /// Starts the background thread. Without it, only syncs, flushes and the close complete what
+    /// was written.
+    pub fn start_background(self: &Arc<Self>) -> std::io::Result<()> {
         let union = Arc::downgrade(self);
         let background = Arc::clone(&self.background);
         let thread = std::thread::Builder::new()

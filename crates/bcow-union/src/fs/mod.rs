@@ -237,9 +237,6 @@ impl UnionFs {
             recount::count_stored(&union.upper, &union.account)
                 .map_err(failed("count its stored bytes"))?;
         }
-        union
-            .start_background()
-            .map_err(|source| UpperError::Thread { source })?;
         Ok(union)
     }
 

@@ -152,7 +152,7 @@ impl Fixture {
 
     fn open(&mut self) {
         let union = UnionFs::open(self.lower_image(), &self.upper(), "a test", &self.options);
-        self.union = Some(union.unwrap());
+        self.begin(union.unwrap());
     }
 
     /// Lets another union take over, as after a kill of the process.
@@ -163,7 +163,12 @@ impl Fixture {
         drop(union);
         let lower = self.lower_image();
         let union = UnionFs::take_over(lower, &self.upper(), "a test", &self.options, ledger);
-        self.union = Some(union.unwrap());
+        self.begin(union.unwrap());
+    }
+
+    fn begin(&mut self, union: Arc<UnionFs>) {
+        union.start_background().unwrap();
+        self.union = Some(union);
     }
 
     /// Closes the union and opens it again, as an unmount and a mount do.

@@ -143,12 +143,6 @@ pub enum UpperError {
         .0.display()
     )]
     Volatile(PathBuf),
-    #[error("cannot start a thread")]
-    Thread {
-        /// The cause.
-        #[source]
-        source: std::io::Error,
-    },
     /// The ledger of a mount that another process served cannot be read, or none can be created.
     #[error("cannot use the ledger of the mount")]
     Ledger {

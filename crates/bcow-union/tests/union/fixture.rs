@@ -98,8 +98,9 @@ impl Union {
     }
 
     pub fn open(&mut self) {
-        let fs = UnionFs::open(self.lower(), &self.upper(), "a test", &self.options);
-        self.fs = Some(fs.unwrap());
+        let fs = UnionFs::open(self.lower(), &self.upper(), "a test", &self.options).unwrap();
+        fs.start_background().unwrap();
+        self.fs = Some(fs);
     }
 
     /// Creates an upper as that of an ordinary user: it stores owners in attributes.
