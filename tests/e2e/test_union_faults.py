@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import struct
 import tempfile
 
@@ -197,6 +198,35 @@ class Space(UnionCase):
         self.remount()
         for name in names:
             self.assertEqual(self.read(name.replace("d1/", "d7/")), want[name], name)
+        self.mount.unmount()
+        self.mount.check()
+
+    @promise("What a write to a partial file needs later is reserved on the host before the write.")
+    def test_writes_that_succeeded_survive_an_unmount_on_a_full_disk(self):
+        disk = self.disk(24)
+        self.mount.upper = self.upper = os.path.join(disk, "upper")
+        os.mkdir(self.upper)
+        self.mount.mount()
+        names = [BIG, "d1/odd", "d2/three", "d0/sub/deep/file"]
+        want = {name: self.original(name) for name in names}
+        for number, name in enumerate(names):
+            overwrite(self.at(name), 5000, b"written", sync=number == 0)
+            overwrite(self.at(name), 50_000, b"written")
+            for at in 5000, 50_000:
+                want[name][at:at + 7] = b"written"
+        # Before the next flush, another program fills the host's file system, root's share too.
+        self.mount.process.send_signal(signal.SIGSTOP)
+        for size in 1 << 20, PAGE:
+            with (open(os.path.join(disk, "filler"), "ab", buffering=0) as file,
+                  contextlib.suppress(OSError)):
+                while True:
+                    file.write(bytes(size))
+        self.mount.process.send_signal(signal.SIGCONT)
+        self.mount.unmount()
+        os.unlink(os.path.join(disk, "filler"))
+        self.mount.mount()
+        for name in names:
+            self.assertEqual(self.read(name), want[name], name)
         self.mount.unmount()
         self.mount.check()
 

@@ -32,6 +32,26 @@ impl Partial {
     }
 
     fn flush_once(&self, how: Durability) -> Result<(), PartialError> {
+        let result = match self.try_flush(how) {
+            Err(error) if error.is_no_space() => {
+                self.shared.reserve.free();
+                self.try_flush(how)
+            }
+            result => result,
+        };
+        let presence = read(&self.presence);
+        let has_ended = presence.unrecorded.is_empty()
+            && self.incomplete.load(Ordering::Acquire) == 0
+            && result.is_ok()
+            && self.is_reserved.swap(false, Ordering::AcqRel);
+        drop(presence);
+        if has_ended {
+            self.shared.reserve.remove(self.reserved_bytes);
+        }
+        result
+    }
+
+    fn try_flush(&self, how: Durability) -> Result<(), PartialError> {
         // A later flush relies on the records of this one, so flushes do not overtake each other.
         let mut map = lock(&self.map);
         self.fence.check()?;

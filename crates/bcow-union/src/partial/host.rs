@@ -7,9 +7,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
+use bcow::sync::Mutex;
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::locks::lock;
 use crate::Seek;
 use crate::account::Account;
 use crate::host::{HostFile, stored_bytes};
@@ -53,6 +55,11 @@ pub trait MapStore: Send + Sync {
     fn remove(&self, id: u64) -> io::Result<()>;
     /// The path of the map, for messages.
     fn path(&self, id: u64) -> PathBuf;
+    /// Keeps this many bytes of the host for later changes of maps; 0 frees them.
+    fn reserve(&self, bytes: u64) -> io::Result<()> {
+        let _ = bytes;
+        Ok(())
+    }
     /// Updates the counted space of the map, whose file is `file`, after a change.
     fn measure(&self, id: u64, file: &dyn HostFile) -> io::Result<()> {
         let _ = (id, file);
@@ -144,6 +151,8 @@ pub(super) struct MapDirectory {
     work: OwnedFd,
     path: PathBuf,
     account: Arc<Account>,
+    /// A file without a name, which takes the reserved space.
+    reserved: Mutex<Option<File>>,
 }
 
 impl MapDirectory {
@@ -154,6 +163,7 @@ impl MapDirectory {
             work,
             path,
             account,
+            reserved: Mutex::default(),
         }
     }
 
@@ -229,6 +239,27 @@ impl MapStore for MapDirectory {
     }
     fn path(&self, id: u64) -> PathBuf {
         self.path.join(entry_name(id))
+    }
+    fn reserve(&self, bytes: u64) -> io::Result<()> {
+        let mut reserved = lock(&self.reserved);
+        let file = match reserved.take() {
+            Some(file) => file,
+            None if bytes == 0 => return Ok(()),
+            None => {
+                let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
+                let mode = Mode::from_raw_mode(0o600);
+                File::from(rustix::fs::openat(&self.work, ".", flags, mode)?)
+            }
+        };
+        let file = reserved.insert(file);
+        let before = file.size()?;
+        file.set_size(bytes)?;
+        if bytes > before {
+            // A host that becomes full allocates a part.
+            file.allocate(0, bytes)
+                .inspect_err(|_| drop(file.set_size(before)))?;
+        }
+        Ok(())
     }
     fn measure(&self, id: u64, file: &dyn HostFile) -> io::Result<()> {
         self.account.measure_map(id, || file.stored_bytes())

@@ -96,6 +96,13 @@ impl Header {
     }
 }
 
+/// The most bytes that [`encode`] returns for a file of this many blocks.
+pub(super) fn most_bytes(blocks: u64) -> u64 {
+    // All records but the last begin at least this many blocks apart.
+    let apart = WINDOW - 64;
+    (blocks / apart + 2) * SECTOR_BYTES as u64
+}
+
 /// Encodes `present` as records of runs or of bits, whichever describes more blocks. The caller
 /// appends them together. `first` is the index of the first of them (0 for the record after the
 /// header).
@@ -353,6 +360,23 @@ mod tests {
             assert_eq!(replayed.records, (bytes.len() / SECTOR_BYTES) as u64);
             assert!(!replayed.torn);
         }
+    }
+
+    #[test]
+    fn records_take_the_promised_space() {
+        for seed in 0..200 {
+            let mut random = Random::new(seed);
+            let set = random_set(&mut random);
+            let bytes = encode(&set, &header(), 0).len() as u64;
+            assert!(bytes <= most_bytes(BLOCKS), "seed {seed}: {bytes}");
+        }
+        let mut set = BlockSet::default();
+        for block in (0..BLOCKS).step_by(130) {
+            set.insert(block..block + 1);
+        }
+        let bytes = encode(&set, &header(), 0).len() as u64;
+        assert!(bytes <= most_bytes(BLOCKS), "{bytes}");
+        assert!(bytes > most_bytes(BLOCKS) / 2, "{bytes}");
     }
 
     #[test]

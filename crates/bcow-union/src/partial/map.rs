@@ -90,6 +90,14 @@ impl Map {
         Ok((map, replayed.present))
     }
 
+    /// The most bytes of the host that the next call of [`Map::record`] takes, with the name of the
+    /// file.
+    pub(super) fn most_bytes(&self) -> u64 {
+        const HOST_BLOCK: u64 = 4096;
+        (SECTOR_BYTES as u64 + journal::most_bytes(self.blocks)).next_multiple_of(HOST_BLOCK)
+            + HOST_BLOCK / 4
+    }
+
     /// Whether the file exists.
     pub(super) fn exists(&self) -> bool {
         self.file.is_some()

@@ -48,6 +48,7 @@ mod options;
 mod partials;
 mod range;
 mod read;
+mod reserve;
 mod shared;
 mod times;
 mod write;
@@ -157,6 +158,10 @@ pub struct Partial {
     requests: AtomicU64,
     /// Whether the partial file is in the fillers' queue.
     queued: AtomicBool,
+    /// Whether space for the next flush is reserved.
+    is_reserved: AtomicBool,
+    /// The bytes of this reservation.
+    reserved_bytes: u64,
     /// Whether the drop releases the partial file's space.
     discarded: AtomicBool,
 }
@@ -259,6 +264,7 @@ impl Partial {
         }
         // A crash may have come after the truncation of the file and before the write of the mark.
         let limit = mark.lower_limit.min(size);
+        let reserved_bytes = map.most_bytes();
         let counters = &shared.counters;
         counters.open.fetch_add(1, Ordering::Relaxed);
         counters.lower_bytes.fetch_add(limit, Ordering::Relaxed);
@@ -290,6 +296,8 @@ impl Partial {
             times: Times::default(),
             requests: AtomicU64::new(0),
             queued: AtomicBool::new(false),
+            is_reserved: AtomicBool::new(false),
+            reserved_bytes,
             discarded: AtomicBool::new(false),
         })
     }
@@ -322,6 +330,22 @@ impl Partial {
                 Ok(*self.inode.get_or_init(|| inode))
             }
         }
+    }
+
+    /// Reserves space of the host for the next flush, unless it is reserved. A caller does this
+    /// before it changes blocks that no map lists, and once more, without regard to the result,
+    /// when [`Presence::unrecorded`] has the blocks: a flush between the two ends the reservation.
+    fn expect_flush(&self) -> Result<(), PartialError> {
+        if self.is_reserved.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let reserved = self
+            .shared
+            .reserve
+            .add(self.reserved_bytes, &self.is_reserved);
+        reserved.map_err(PartialError::host(
+            "reserve space for the map of a partial file",
+        ))
     }
 
     fn stripe(&self, block: u64) -> MutexGuard<'_, Stripe> {
@@ -454,6 +478,9 @@ impl Drop for Partial {
         counters.present.fetch_sub(present, Ordering::Relaxed);
         let left: usize = self.stripes.iter().map(|stripe| lock(stripe).len()).sum();
         self.shared.completion_ended(left as u64);
+        if self.is_reserved.load(Ordering::Acquire) {
+            self.shared.reserve.remove(self.reserved_bytes);
+        }
         if self.discarded.load(Ordering::Acquire) {
             // Before the file is closed: afterwards the host may reuse the inode number.
             if let Ok(inode) = self.inode() {

@@ -127,12 +127,14 @@ impl Partial {
         if hole.start >= hole.end {
             return Ok(());
         }
+        self.expect_flush()?;
         self.punch(&frame, hole.clone())?;
         let whole = hole.start.div_ceil(BLOCK_BYTES)..hole.end / BLOCK_BYTES;
         let whole = whole.start..whole.end.min(frame.covered());
         if !whole.is_empty() {
             self.set_present(whole.clone());
             self.end_incomplete(whole);
+            let _ = self.expect_flush();
         }
         Ok(())
     }

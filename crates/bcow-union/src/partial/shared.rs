@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use super::host::MapStore;
 use super::locks::lock;
+use super::reserve::Reserve;
 use super::{Partial, PartialError, PartialOptions};
 use crate::account::Account;
 use crate::ledger::Ledger;
@@ -48,6 +49,7 @@ pub(super) struct Shared {
     started: AtomicBool,
     pub(super) account: Arc<Account>,
     pub(super) store: Arc<dyn MapStore>,
+    pub(super) reserve: Reserve,
     pub(super) options: PartialOptions,
     pub(super) counters: Counters,
     /// The number of incomplete blocks, of all partial files.
@@ -80,6 +82,7 @@ impl Shared {
             threads: Mutex::default(),
             started: AtomicBool::new(false),
             account,
+            reserve: Reserve::new(Arc::clone(&store)),
             store,
             options,
             counters: Counters::default(),

@@ -56,6 +56,7 @@ impl Partial {
         if first >= stop || read(&self.presence).present.contains_all(first..stop) {
             return self.write_host(offset, data);
         }
+        self.expect_flush()?;
         let mut done = 0;
         while done < data.len() {
             let at = offset + done as u64;
@@ -81,6 +82,7 @@ impl Partial {
                 Err(_) => break,
             }
         }
+        let _ = self.expect_flush();
         Ok(done)
     }
 
@@ -197,6 +199,7 @@ impl Partial {
                 }
             }
         }
+        let _ = self.expect_flush();
         Ok(())
     }
 

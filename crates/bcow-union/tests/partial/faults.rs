@@ -62,6 +62,28 @@ fn run(seed: u64, fault: Option<Fault>) -> (u64, u64) {
     (calls, hits)
 }
 
+/// What writes need after they have returned is reserved before.
+#[test]
+fn a_full_host_loses_no_write_that_succeeded() {
+    for seed in 0..cases(60) {
+        let mut script = Script::new(seed);
+        for _ in 0..STEPS {
+            script.step().unwrap();
+        }
+        let expected = script.history.now().to_vec();
+        script.world.plan(Some(Fault {
+            after: 0,
+            stays: true,
+            errno: Errno::NOSPC.raw_os_error(),
+        }));
+        // The call that the plan names fails in any case.
+        script.world.host().content().size().unwrap_err();
+        script.partial.flush(Durability::Durable).unwrap();
+        let (_, bytes) = reopened(&script.world.killed(), &script.lower).unwrap();
+        assert!(bytes == expected, "seed {seed}");
+    }
+}
+
 #[test]
 fn a_host_that_fails_spoils_no_partial() {
     let seeds = cases(60);

@@ -140,7 +140,7 @@ fn a_partial_whose_first_flush_failed_anywhere_is_not_taken_for_recorded() {
         world.plan(Some(Fault {
             after,
             stays: true,
-            errno: Errno::NOSPC.raw_os_error(),
+            errno: Errno::IO.raw_os_error(),
         }));
         let flushed = partial.flush(Durability::Durable);
         world.plan(None);

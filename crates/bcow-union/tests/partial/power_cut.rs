@@ -20,14 +20,16 @@ fn rounds() -> u64 {
     rounds.map_or(1, |rounds| rounds.parse().expect("a number"))
 }
 
-fn run(seed: u64, steps: usize) {
+fn run(seed: u64, steps: usize) -> u64 {
     let mut script = Script::new(seed);
     for _ in 0..steps {
         script.step().unwrap();
     }
     let mut random = Random::new(seed ^ 0x5555);
     let end = script.world.now();
+    let mut cuts = 0;
     for cut in 0..60 {
+        cuts += 1;
         let moment = match cut {
             0 => end,
             _ => random.below(end as u64 + 1) as usize,
@@ -58,14 +60,15 @@ fn run(seed: u64, steps: usize) {
         let again = world.cut(world.now(), &mut random);
         let (_, bytes) = reopened(&again, &script.lower).unwrap();
         assert!(bytes == grown, "opened again: {}", context());
+        cuts += 1;
     }
+    cuts
 }
 
 #[test]
 fn a_power_cut_loses_nothing_of_a_partial_that_was_synced() {
-    for seed in 0..rounds() * 120 {
-        run(seed, 25);
-    }
+    let cuts: u64 = (0..rounds() * 120).map(|seed| run(seed, 25)).sum();
+    println!("{cuts} power cuts");
 }
 
 /// Flushes often enough that the map is written again several times.

@@ -20,6 +20,7 @@ use bcow_union::testing::partial::host::{MapStore, MarkedFile};
 use bcow_union::testing::upper::Metacopy;
 use bcow_union::testing::upper::marks::PARTIAL_MARK_BYTES;
 use rustix::fs::Timespec;
+use rustix::io::Errno;
 
 const SECTOR: usize = 512;
 const BLOCK: usize = BLOCK_BYTES as usize;
@@ -75,6 +76,9 @@ struct State {
     calls: u64,
     hits: u64,
     failed_sync: bool,
+    /// Reserved bytes, and bytes that the end of a reservation has made free on a full host.
+    reserved: u64,
+    free: u64,
     /// The state before the first operation.
     first: (Vec<FileState>, BTreeMap<Name, usize>),
 }
@@ -332,7 +336,11 @@ impl World {
         let index = state.calls;
         state.calls += 1;
         if let Some(fault) = state.fault {
-            let later = index > fault.after && fault.stays && call == Call::Store;
+            let mut later = index > fault.after && fault.stays && call == Call::Store;
+            if later && fault.errno == Errno::NOSPC.raw_os_error() && state.free > 0 {
+                state.free = state.free.saturating_sub(BLOCK_BYTES);
+                later = false;
+            }
             if index == fault.after || later {
                 state.hits += 1;
                 state.failed_sync |= call == Call::Sync;
@@ -591,6 +599,12 @@ impl MapStore for World {
                 state.ops.push(Op::Remove(name));
             }
         }
+        Ok(())
+    }
+    fn reserve(&self, bytes: u64) -> io::Result<()> {
+        let mut state = if bytes == 0 { self.lock() } else { self.call(Call::Store)? };
+        state.free += state.reserved.saturating_sub(bytes);
+        state.reserved = bytes;
         Ok(())
     }
     fn path(&self, id: u64) -> PathBuf {
