@@ -53,6 +53,16 @@ pub fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<
         .unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Waits for a notification, or until the time has passed.
+pub fn wait_timeout<'a, T>(
+    condition: &Condvar,
+    guard: MutexGuard<'a, T>,
+    time: std::time::Duration,
+) -> MutexGuard<'a, T> {
+    let waited = condition.wait_timeout(guard, time);
+    waited.unwrap_or_else(PoisonError::into_inner).0
+}
+
 /// Starts a thread, unless the system refuses one more. Returns whether it has started.
 #[cfg(not(feature = "shuttle"))]
 pub fn start<'scope, F>(scope: &'scope thread::Scope<'scope, '_>, work: F) -> bool

@@ -95,7 +95,7 @@ impl Operation<'_> {
         self.turns.take(|| self.commit(&mut lock(&self.committer)))
     }
 
-    fn checkpoint_now(self) -> Result<(), Error> {
+    pub(super) fn checkpoint_now(self) -> Result<(), Error> {
         let mut committer = lock(&self.committer);
         self.commit(&mut committer)?;
         if committer.tail == 0 {
@@ -258,6 +258,7 @@ impl Operation<'_> {
         self.punch(&given_up);
         let freed = freed.iter().map(|freed| sectors(freed.stored));
         self.space.free_punched(freed, punched(&given_up));
+        self.disk.checkpoint_at_rest();
         Ok(())
     }
 }

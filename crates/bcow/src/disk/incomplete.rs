@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use bcow_format::Entry;
 
@@ -13,10 +14,13 @@ use super::region::{IncompleteBlock, Region};
 use super::{Inner, Operation, RegionBlock};
 use crate::Error;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, lock, thread, wait};
+use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, lock, thread, wait, wait_timeout};
 
 /// Length of the queue from which a writer completes its partly written block itself.
 const MAX_WAITING: usize = if SMALL { 1 } else { 1024 };
+
+/// A disk is at rest when it has written no record for this long.
+const REST: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 10_000 });
 
 /// The filler and its queue.
 #[derive(Default)]
@@ -31,6 +35,8 @@ pub(super) struct Fills {
 #[derive(Default)]
 struct Queue {
     jobs: VecDeque<Job>,
+    /// When a checkpoint is due.
+    rests_at: Option<Instant>,
     /// The thread, which starts with the first job.
     filler: Option<thread::JoinHandle<()>>,
     ended: bool,
@@ -44,6 +50,9 @@ pub(super) enum Job {
     Flush,
     /// Initialise space for later writes.
     WriteAhead,
+    /// Write a checkpoint. After that, damage to the newest record cannot be taken for a power
+    /// failure any more, because no record is needed.
+    Checkpoint,
 }
 
 impl Fills {
@@ -67,6 +76,7 @@ impl Fills {
             let mut queue = lock(&self.queue);
             queue.ended = true;
             queue.jobs.clear();
+            queue.rests_at = None;
             queue.filler.take()
         };
         self.changed.notify_all();
@@ -82,6 +92,24 @@ impl Fills {
 impl Inner {
     /// Queues a job for the background.
     pub(super) fn later(self: &Arc<Self>, job: Job) {
+        self.queue(|queue| {
+            self.fills.waiting.fetch_add(1, Ordering::Relaxed);
+            queue.jobs.push_back(job);
+            true
+        });
+    }
+
+    /// Writes a checkpoint in the background when the disk has come to rest.
+    pub(super) fn checkpoint_at_rest(self: &Arc<Self>) {
+        // A schedule of threads has no time.
+        if cfg!(not(feature = "shuttle")) {
+            let at = Instant::now() + REST;
+            self.queue(|queue| queue.rests_at.replace(at).is_none());
+        }
+    }
+
+    /// Changes the queue, and wakes the filler if `change` returns `true`.
+    fn queue(self: &Arc<Self>, change: impl FnOnce(&mut Queue) -> bool) {
         let fills = &self.fills;
         let mut queue = lock(&fills.queue);
         if queue.ended {
@@ -96,10 +124,11 @@ impl Inner {
             };
             queue.filler = Some(filler);
         }
-        fills.waiting.fetch_add(1, Ordering::Relaxed);
-        queue.jobs.push_back(job);
+        let wakes = change(&mut queue);
         drop(queue);
-        fills.changed.notify_one();
+        if wakes {
+            fills.changed.notify_one();
+        }
     }
 
     fn next_job(&self) -> Option<Job> {
@@ -112,7 +141,15 @@ impl Inner {
                 self.fills.waiting.fetch_sub(1, Ordering::Relaxed);
                 return Some(job);
             }
-            queue = wait(&self.fills.changed, queue);
+            let left = |at: Instant| at.saturating_duration_since(Instant::now());
+            queue = match queue.rests_at.map(left) {
+                None => wait(&self.fills.changed, queue),
+                Some(Duration::ZERO) => {
+                    queue.rests_at = None;
+                    return Some(Job::Checkpoint);
+                }
+                Some(left) => wait_timeout(&self.fills.changed, queue, left),
+            };
         }
     }
 
@@ -124,6 +161,7 @@ impl Inner {
             Job::Fill(region, index) => operation.complete(&region, index),
             Job::Flush => operation.flush(),
             Job::WriteAhead => self.write_ahead(),
+            Job::Checkpoint => operation.checkpoint_now(),
         };
     }
 }
@@ -293,5 +331,32 @@ fn fill_forever(disk: &Weak<Inner>) {
             return;
         };
         disk.work(job);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CreateOptions, Disk, MemoryStorage, NoBackings, OpenOptions, WritableDevice};
+
+    #[test]
+    fn a_disk_at_rest_needs_no_record() {
+        let storage = Arc::new(MemoryStorage::default());
+        let disk = Disk::create_alone(storage.clone(), &CreateOptions::disk(1 << 20)).unwrap();
+        disk.write_at(0, &[7; 4096]).unwrap();
+        disk.flush().unwrap();
+        let log = disk.header().log.0;
+        while disk.statistics().checkpoints == 0 {
+            thread::yield_now();
+        }
+        // The process is killed, and then the record is damaged.
+        let mut bytes = storage.to_vec();
+        drop(disk);
+        bytes[log as usize..][..100].fill(0);
+        let damaged = Arc::new(MemoryStorage::new(bytes));
+        let disk = Disk::open(damaged, &OpenOptions::default(), &NoBackings).unwrap();
+        let mut read = [0; 4096];
+        crate::BlockDevice::read_at(&disk, 0, &mut read).unwrap();
+        assert_eq!(read, [7; 4096]);
     }
 }
