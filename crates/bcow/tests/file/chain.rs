@@ -4,7 +4,9 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::chain::{ChainCause, ChainProblem, NoDigests, NoUrls, NoViews, Opener, Policy, Share};
+use bcow::chain::{
+    ChainCause, ChainProblem, MAX_DEPTH, NoDigests, NoUrls, NoViews, Opener, Policy, Share,
+};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{
     BlockDevice, CreateOptions, Disk, Error, Image, MemoryStorage, OpenOptions, WritableDevice,
@@ -164,27 +166,48 @@ fn a_backing_that_is_written_is_refused_and_one_that_is_read_is_not_written() {
     bcow::lock::FileLock::exclusive(&file, "x").unwrap();
 }
 
+/// Opens and reads the longest chain in a thread with a small stack, as a server has them.
 #[test]
-fn chains_end_at_64_files_and_in_no_circle() {
+fn chains_end_at_the_limit_and_in_no_circle() {
     let directory = tempfile::tempdir().unwrap();
     let path = |index: u32| directory.path().join(format!("disk-{index}"));
-    create(&path(0), None).close().unwrap();
-    for index in 1..=64 {
-        create(&path(index), Some(&path(index - 1)))
-            .close()
-            .unwrap();
+    let name = |index: u32| format!("disk-{index}");
+    let mut disk = Arc::new(create(&path(0), None));
+    disk.write_at(4096, &[7; 4096]).unwrap();
+    for index in 1..=MAX_DEPTH {
+        disk.checkpoint().unwrap();
+        let storage = create_file(&path(index));
+        disk = Arc::new(disk.create_over(name(index - 1), storage, None).unwrap());
     }
-    let image = open(&path(64)).unwrap();
-    image.read_at(0, &mut [0; 4096]).unwrap();
-    // The 65th file below the disk exceeds the limit. Creating this disk does not open its backing.
+    // A disk that got snapshots while it was served has all files below it open as disks.
+    let is_right = |device: &dyn BlockDevice| {
+        let mut found = [0; 8192];
+        device.read_at(0, &mut found).unwrap();
+        assert!(found[..4096] == [0; 4096] && found[4096..] == [7; 4096]);
+        assert_eq!(device.status(4096, 1).unwrap().depth, MAX_DEPTH + 1);
+    };
+    let with_small_stack = |bytes, work: &(dyn Fn() + Sync)| {
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(bytes);
+            thread.spawn_scoped(scope, work).unwrap().join().unwrap();
+        });
+    };
+    with_small_stack(512 << 10, &|| is_right(&*disk));
+    drop(disk);
+    let image = open(&path(MAX_DEPTH)).unwrap();
+    with_small_stack(512 << 10, &|| is_right(&*image));
+    // One more file exceeds the limit. Creating this disk does not open its backing.
     let below = Arc::new(vec![0u8; SIZE as usize]);
-    let backing = (entry(&path(64), &image), below as Arc<dyn BlockDevice>);
+    let backing = (
+        entry(&path(MAX_DEPTH), &image),
+        below as Arc<dyn BlockDevice>,
+    );
     drop(image);
-    let storage = create_file(&path(65));
+    let storage = create_file(&path(MAX_DEPTH + 1));
     let options = OpenOptions::default();
     let disk = Disk::create(storage, &CreateOptions::disk(SIZE), Some(backing), &options).unwrap();
     disk.close().unwrap();
-    let problems = open(&path(65)).err().unwrap();
+    let problems = open(&path(MAX_DEPTH + 1)).err().unwrap();
     assert!(matches!(problems[0].cause, ChainCause::TooDeep));
 
     let circle = directory.path().join("circle");

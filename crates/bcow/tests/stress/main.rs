@@ -8,3 +8,4 @@ mod many_regions;
 mod model;
 mod operations;
 mod power_cut;
+mod snapshots;

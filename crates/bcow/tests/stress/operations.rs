@@ -6,7 +6,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use bcow::chain::{ChainCause, NoDigests, NoUrls, NoViews, Opener, Policy, Share};
+use bcow::chain::{ChainCause, MAX_DEPTH, NoDigests, NoUrls, NoViews, Opener, Policy, Share};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
     CommitError, CompareError, Monitor, NameError, OperationError, Phase, RewriteOptions,
@@ -101,10 +101,10 @@ fn pair_over(base_bytes: u64, top_bytes: u64, layout: Layout, end: End) -> Pair 
 }
 
 /// A storage whose operations have a place in the order of the operations of several storages.
-struct Ordered {
-    cut: PowerCut,
-    number: usize,
-    order: Arc<Mutex<Vec<usize>>>,
+pub(crate) struct Ordered {
+    pub(crate) cut: PowerCut,
+    pub(crate) number: usize,
+    pub(crate) order: Arc<Mutex<Vec<usize>>>,
 }
 
 impl Ordered {
@@ -566,7 +566,7 @@ fn a_snapshot_never_changes_and_the_disk_over_it_continues() {
     }
     let long = "x".repeat(255);
     assert!(matches!(again(&long, height), SnapshotError::FileName));
-    assert!(matches!(again("two", 64), SnapshotError::TooDeep));
+    assert!(matches!(again("two", MAX_DEPTH), SnapshotError::TooDeep));
     assert!(content(&*disk) == changed);
     drop((disk, file));
     let opener = Opener::new(&path("top"), policy());
