@@ -114,6 +114,9 @@ class Run(support.Scratch):
         self.addCleanup(process.kill)
         self.addCleanup(process.stdout.close)
         self.assertGreater(int(process.stdout.readline()), 1)
+        # A signal between the fork and the execution of `sleep` would be lost.
+        until(lambda: support.run("pgrep", "-x", "-g", str(process.pid), "sleep",
+                                  check=False).code == 0, "the program sleeps")
         return process
 
     def test_signals_end_the_program_and_unmount(self):
