@@ -4,7 +4,8 @@
     benches/sandbox.py [--bcow target/release/bcow] [--work DIR] [--rounds 101]
 
 Short actions: list a small image, convert a small archive, serve until a client has its first byte,
-mount until a program has its first byte, and unmount. Long ones: read 64 MiB from a served image
+mount until a program has its first byte, and unmount; the same with an upper, which has its first
+change before the unmount. Long ones: read 64 MiB from a served image
 and from a mount, in pieces of 4 KiB at random places. The ratio is the median of the ratios of the
 pairs; its error is a quarter of the distance between the quartiles. Needs root.
 """
@@ -13,6 +14,7 @@ import argparse
 import os
 import pathlib
 import random
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -76,6 +78,15 @@ class Bench:
         (self.where / "file-1").read_bytes()
         self.run("umount", self.where)
 
+    def mount_upper(self, when):
+        upper = self.directory / "upper"
+        self.run("mount", self.directory / "small.bcow", self.where, "--upper", upper,
+                 "--sandbox", when)
+        with open(self.where / "file-1", "ab") as file:
+            file.write(b"x")
+        self.run("umount", self.where)
+        shutil.rmtree(upper)
+
     def served_reads(self, when):
         server, client = self.connected(when, "large.bcow")
         begin = time.perf_counter()
@@ -132,6 +143,8 @@ def main():
             ("`convert` of a small archive", bench.convert, options.rounds),
             ("`serve`, to the first byte, and its end", bench.first_byte, options.rounds),
             ("`mount`, to the first byte, and `umount`", bench.mount, options.rounds),
+            ("`mount` with an upper, to the first change, and `umount`", bench.mount_upper,
+             options.rounds),
             ("16,384 reads of 4 KiB over NBD", bench.served_reads, LONG_ROUNDS),
             ("16,384 reads of 4 KiB in a mount", bench.mounted_reads, LONG_ROUNDS)]]
     print(machine())

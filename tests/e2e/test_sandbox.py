@@ -13,17 +13,29 @@ import re
 import resource
 import signal
 import stat
+import subprocess
 import tempfile
 import unittest
 
-from support import (BCOW, TOP, UNPRIVILEGED, WORK, bcow, for_everyone, is_mounted, need,
+import uml
+from support import (BCOW, TOP, UNPRIVILEGED, WORK, bcow, children, for_everyone, is_mounted, need,
                      need_kernel, read_bytes, read_text, run, served, until, write_file)
-from test_remote import metrics
+from test_remote import Server, metrics
 
 ESCAPE = os.path.join(TOP, "tests", "e2e", "preload", "escape.c")
 REFUSED = {errno.EPERM, errno.EACCES}
 # The parts of the sandbox, in the order in which a process enters them.
 PARTS = ["no-new-privileges", "no-core-dumps", "calls", "capabilities", "files", "sockets"]
+# The parts of a process that makes mounts with the kernel driver, or needs the network.
+PARTS_OF_SERVICES = ["no-new-privileges", "no-core-dumps", "calls-partly", "capabilities-partly",
+                     "sockets-partly"]
+# What such a process can do.
+POSSIBLE_IN_SERVICES = {"mount", "umount2", "move_mount", "fsopen", "chmod", "chown", "setxattr",
+                        "utimensat", "mknod", "fchmod", "fchown", "fsetxattr", "socket_tcp",
+                        "socket_unix", "connect", "listen", "sendto", "sendmsg", "signal"}
+# The capabilities of a mount with an upper, by their numbers: those to change owners, modes and
+# attributes of all files, to make devices, and to use reserved space and passthrough.
+OF_UPPERS = sum(1 << number for number in (0, 1, 3, 4, 21, 24, 27, 31, 33))
 # Of several blocks, so that a read of it reads from the image.
 CONTENT = random.Random(1).randbytes(300_000)
 # A file that every user may read, and that no process of bcow needs.
@@ -80,8 +92,11 @@ class Sandboxed(unittest.TestCase):
         del results["end"]
         return results
 
-    def assert_refused(self, allowed=()):
+    def assert_refused(self, allowed=(), possible=()):
+        """`allowed` are paths, and `possible` other tries that may have worked."""
         results = self.results()
+        for name in possible:
+            results.pop(name, None)
         for path in allowed:
             self.assertEqual(results.pop(path), 0, path)
         worked = {name for name, number in results.items() if number not in REFUSED}
@@ -190,8 +205,7 @@ class Commands(Sandboxed):
                 (("fsck", "--repair", self.image), "a repair writes"),
                 (("convert", "dir:tree", "new.bcow"), "is a directory"),
                 (("convert", self.image, "oci:new"), "is not a file"),
-                (("mount", self.image, "tree", "--upper", "upper"), "has an upper"),
-                (("mount", self.image, "tree", "--pool", "p"), "a pool has none")]:
+                (("mount", self.image, "tree", "--pool", "p"), "that of the pool")]:
             with self.subTest(arguments=arguments):
                 refused = bcow(*arguments, "--sandbox", "require", check=False)
                 self.assertNotEqual(refused.code, 0)
@@ -265,7 +279,7 @@ class Serve(Sandboxed):
 
 
 class Mount(Sandboxed):
-    """The process of a read-only mount."""
+    """The process of a mount."""
 
     def setUp(self):
         super().setUp()
@@ -273,12 +287,15 @@ class Mount(Sandboxed):
         os.mkdir("mnt")
 
     @contextlib.contextmanager
-    def mounted(self, *options, user=None, sandbox="require", allowed=()):
+    def mounted(self, *options, image=None, user=None, sandbox="require", allowed=(), possible=(),
+                parts=PARTS, capabilities=0):
         """A mount whose process has tried to escape. Ends with the caller's unmount."""
         where = os.path.abspath("mnt")
         tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}", *allowed]
         env = self.inside("pread64", *tries, go="go")
-        image = self.image
+        if "--upper" in options and parts == PARTS:
+            env["ESCAPE_CHANGES_ATTRIBUTES"] = "all"
+        image = image or self.image
         if user is not None:
             os.chown(where, user, user)
             image, where = for_everyone(image), for_everyone(where)
@@ -296,10 +313,12 @@ class Mount(Sandboxed):
                 self.assertEqual(stats["sandbox"], [])
                 self.assert_not_refused()
             else:
-                self.assertEqual(stats["sandbox"], PARTS)
-                self.assert_refused(allowed=allowed)
-                capabilities = {"CapEff": "0" * 16} if not allowed else {}
-                self.assert_status(stats["process"]["pid"], **capabilities)
+                self.assertEqual(stats["sandbox"], parts)
+                self.assert_refused(allowed, possible)
+                pid = stats["process"]["pid"]
+                self.assert_status(pid)
+                have = re.search(r"CapEff:\s*(\w+)", read_text(f"/proc/{pid}/status"))[1]
+                self.assertEqual(int(have, 16) & ~capabilities, 0)
             self.assertTrue(run("cat", f"{where}/other", user=user).out == CONTENT[::-1])
             yield where, stats["process"]["pid"]
         finally:
@@ -341,7 +360,8 @@ class Mount(Sandboxed):
         allowed = [f"w{os.path.abspath('log/beside')}", f"w{os.path.abspath('trace/beside')}"]
         options = ("--log-file", "log/log", "--record", "trace/trace", "--metrics",
                    "unix:metrics.sock")
-        with self.mounted(*options, allowed=allowed) as (where, pid), open(f"{where}/file", "rb"):
+        with self.mounted(*options, allowed=allowed, capabilities=1 << 1) as (where, pid), \
+                open(f"{where}/file", "rb"):
             self.assertIn("bcow_", metrics("metrics.sock"))
             self.assertEqual(stat.S_IMODE(os.stat("metrics.sock").st_mode), 0o600)
             os.unlink("log/log")
@@ -363,5 +383,282 @@ class Mount(Sandboxed):
 
     def test_without_a_sandbox_nothing_is_refused(self):
         need(root=True)
-        with self.mounted(sandbox="off") as (where, _):
+        for options in ((), ("--upper", "upper")):
+            with self.mounted(*options, sandbox="off") as (where, _):
+                bcow("umount", where)
+            os.unlink(self.outside)
+
+    def in_upper(self):
+        """A file that the process of a mount with an upper can make."""
+        return f"w{os.path.abspath('upper/.bcow/beside')}"
+
+    def change(self, where, user=None):
+        """Changes of each kind."""
+        script = """set -e; cd "$1"
+            echo new > new; mkdir -p d/e; mv new d/e/new; ln d/e/new link; ln -s d symlink
+            mkfifo d/pipe; chmod 4711 d/e/new; touch -d @77 link; setfattr -n user.x -v y d || true
+            echo end >> file; truncate -s 7777 other; rm -f symlink; cp file copy; sync file
+            test $(id -u) != 0 || {
+                chown 7:8 copy; mknod d/null c 1 3; setfattr -n trusted.x -v y d/null; rm d/null; }
+            mv d moved; rm moved/pipe; test ! -e d"""
+        run("sh", "-c", script, "sh", where, user=user)
+
+    def assert_changed(self, where, user=None):
+        self.assertEqual(run("cat", f"{where}/moved/e/new", user=user).out, b"new\n")
+        self.assertTrue(run("cat", f"{where}/copy", user=user).out == CONTENT + b"end\n")
+        self.assertTrue(run("cat", f"{where}/other", user=user).out == CONTENT[::-1][:7777])
+
+    def test_an_upper_is_all_that_its_process_changes(self):
+        need("setfattr")
+        with self.mounted("--upper", "upper", allowed=[self.in_upper()],
+                          capabilities=OF_UPPERS) as (where, _):
+            os.unlink(self.in_upper()[1:])
+            self.change(where)
+            bcow("snapshot", "upper", "one")
+            write_file(f"{where}/copy", b"changed")
+            bcow("commit", self.image, "--upper", "upper", "images/live.bcow")
+            bcow("rollback", where, "one", "--keep", "two", "--restart")
+            self.assert_changed(where)
+            stats = json.loads(bcow("stats", "--json", where).out)
+            self.assertEqual(stats["sandbox"], PARTS)
             bcow("umount", where)
+        self.assertEqual(bcow("fsck", "upper", self.image).code, 0)
+        self.assertEqual(bcow("cat", "images/live.bcow", "copy").out, b"changed")
+
+    def test_an_ordinary_user_has_an_upper_in_it(self):
+        need("fusermount3", "setfattr", root=True)
+        for name in ("tree", "tree/file", "tree/other"):
+            os.chown(name, UNPRIVILEGED, UNPRIVILEGED)
+        bcow("convert", "dir:tree", "images/users.bcow")
+        os.mkdir("upper")
+        os.chown("upper", UNPRIVILEGED, UNPRIVILEGED)
+        with self.mounted("--upper", for_everyone("upper"), image=os.path.abspath(
+                "images/users.bcow"), user=UNPRIVILEGED) as (where, pid):
+            self.change(where, UNPRIVILEGED)
+            bcow("snapshot", for_everyone("upper"), "one", user=UNPRIVILEGED)
+            self.assert_changed(where, UNPRIVILEGED)
+            self.end_by_signal(where, pid)
+        self.assertEqual(bcow("fsck", "upper", "images/users.bcow").code, 0)
+
+    def test_a_mount_of_a_remote_image_keeps_the_network(self):
+        tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}"]
+        with Server(os.path.abspath("images")) as server, \
+                self.mounted("--insecure", image=server.url("a.bcow"), parts=PARTS_OF_SERVICES,
+                             possible={*POSSIBLE_IN_SERVICES, *tries},
+                             capabilities=(1 << 64) - 1) as (where, _):
+            bcow("umount", where)
+
+    def test_a_mount_with_the_kernel_driver_keeps_what_mounts_need(self):
+        need("mkfs.ext4", root=True)
+        options = ("--driver", "kernel", "--upper", "upper")
+        tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}"]
+        with self.mounted(*options, possible={*POSSIBLE_IN_SERVICES, *tries},
+                          parts=PARTS_OF_SERVICES, capabilities=(1 << 64) - 1) as (where, pid):
+            status = read_text(f"/proc/{pid}/status")
+            have = int(re.search(r"CapEff:\s*(\w+)", status)[1], 16)
+            # CAP_SYS_MODULE and CAP_SYS_RAWIO.
+            self.assertEqual(have & (1 << 16 | 1 << 17), 0)
+            self.change(where)
+            bcow("snapshot", "upper", "one")
+            write_file(f"{where}/copy", b"changed")
+            bcow("rollback", where, "one", "--keep", "two", "--restart")
+            self.assert_changed(where)
+            bcow("umount", where)
+        self.assertEqual(bcow("fsck", "upper", self.image).code, 0)
+
+
+# CAP_CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SYS_PTRACE, SYS_ADMIN, SYS_RESOURCE,
+# MKNOD, SETFCAP and MAC_ADMIN; for programs also SETGID, SETUID and NET_BIND_SERVICE.
+CAPABILITIES = [0, 1, 2, 3, 4, 19, 21, 24, 27, 31, 33]
+OF_PROGRAMS = [6, 7, 10]
+
+
+def mask(capabilities):
+    """These capabilities, as far as the tests have them, in the form of /proc/PID/status."""
+    own = int(re.search(r"CapEff:\s*(\w+)", read_text("/proc/self/status"))[1], 16)
+    return f"{sum(1 << number for number in capabilities) & own:016x}"
+
+
+class Service(Sandboxed):
+    """What opens files, mounts or starts programs as long as it lives."""
+
+    def assert_only(self, kept):
+        """Root: the process could do exactly this."""
+        results = self.results()
+        worked = {name for name, number in results.items() if number not in REFUSED}
+        self.assertEqual(worked, kept)
+
+
+class Pool(Service):
+    """The process with the mounts of a pool."""
+
+    def setUp(self):
+        super().setUp()
+        need(root=True, fuse=True)
+        self.user, self.pools = None, "pools"
+        # Every user may change the files.
+        for name in ("tree", "tree/file", "tree/other"):
+            os.chmod(name, 0o777)
+        bcow("convert", "--force", "dir:tree", "images/a.bcow")
+
+    def bcow(self, *arguments, env=None, **options):
+        place = for_everyone if self.user else os.path.abspath
+        return bcow(*arguments, user=self.user,
+                    env={"BCOW_POOLS": place(self.pools), **(env or {})}, **options)
+
+    @contextlib.contextmanager
+    def pool(self, sandbox="require"):
+        """A pool with a mount that has an upper. Its process has tried to escape."""
+        place = for_everyone if self.user else os.path.abspath
+        for name in ("mnt", "other", "uppers"):
+            os.mkdir(name)
+            os.chown(name, self.user or 0, self.user or 0)
+        if self.user:
+            self.pools = "outside/pools"
+            os.chown("outside", self.user, self.user)
+        env = self.inside("pread64", f"r{ANY_FILE}", go="go")
+        env = {name: place(value) if value.startswith("/") and ":" not in value else value
+               for name, value in env.items()}
+        self.bcow("pool", "start", "p", "--sandbox", sandbox, env=env)
+        where = place("mnt")
+        try:
+            self.bcow("mount", "--pool", "p", place(self.image), where, "--upper",
+                      place("uppers/u"))
+            write_file("go", b"")
+            self.assertTrue(run("cat", f"{where}/file", user=self.user).out == CONTENT)
+            until(lambda: "end" in read_text("report"), "it has tried to escape")
+            os.unlink("go")
+            yield where, json.loads(self.bcow("pool", "stats", "--json", "p").out)
+        finally:
+            self.bcow("pool", "stop", "--force", "p")
+        self.assertFalse(is_mounted(where))
+
+    def work(self, where):
+        """What the process is for."""
+        run("sh", "-c", f"echo changed >> {where}/file && mv {where}/other {where}/moved",
+            user=self.user)
+        other = where.removesuffix("mnt") + "other"
+        self.bcow("mount", "--pool", "p", where.removesuffix("mnt") + "images/a.bcow", other)
+        self.assertTrue(run("cat", f"{other}/other", user=self.user).out == CONTENT[::-1])
+        refused = self.bcow("mount", "--pool", "p", where.removesuffix("mnt") + "images/a.bcow",
+                            other, check=False)
+        self.assertIn(b"already mounted", refused.err)
+        self.bcow("umount", other)
+        self.assertFalse(is_mounted(other))
+        self.assertTrue(run("cat", f"{where}/file", user=self.user).out == CONTENT + b"changed\n")
+
+    def test_it_opens_and_mounts_and_no_more(self):
+        with self.pool() as (where, stats):
+            self.assertEqual(stats["sandbox"], PARTS_OF_SERVICES)
+            self.assertIn("sandbox:     no-new-privileges, ",
+                          self.bcow("pool", "stats", "p").out.decode())
+            services = json.loads(self.bcow("ps", "--json").out)["services"]
+            self.assertEqual([one["sandbox"] for one in services if one["pid"] == stats["pid"]],
+                             [PARTS_OF_SERVICES])
+            self.assertEqual(json.loads(self.bcow("stats", "--json", where).out)["sandbox"],
+                             PARTS_OF_SERVICES)
+            self.assert_only(POSSIBLE_IN_SERVICES | {f"r{ANY_FILE}"})
+            kept = mask(CAPABILITIES)
+            self.assert_status(stats["pid"], CapEff=kept, CapPrm=kept, CapBnd=kept, CapInh="0" * 16)
+            self.work(where)
+            # The mount has an upper, and shares its files: there is an opener.
+            [starter] = children(stats["pid"])
+            self.assertEqual(read_text(f"/proc/{starter}/comm"), "bcow-starter\n")
+            [opener] = children(starter)
+            self.assert_status(opener, CapEff="0" * 16, CapPrm="0" * 16, CapBnd="0" * 16)
+            self.bcow("pool", "restart", "p")
+            self.assertEqual(json.loads(self.bcow("stats", "--json", where).out)["sandbox"],
+                             PARTS_OF_SERVICES)
+
+    def test_an_ordinary_user_has_it_too(self):
+        need("fusermount3")
+        self.user = UNPRIVILEGED
+        with self.pool() as (where, stats):
+            self.assertEqual(stats["sandbox"], PARTS_OF_SERVICES)
+            results = self.results()
+            worked = {name for name, number in results.items() if number not in REFUSED}
+            self.assertLessEqual(worked, POSSIBLE_IN_SERVICES | {f"r{ANY_FILE}"})
+            self.assert_status(stats["pid"], CapEff="0" * 16)
+            self.work(where)
+
+    def test_without_a_sandbox_nothing_is_refused(self):
+        with self.pool(sandbox="off") as (where, stats):
+            self.assertEqual(stats["sandbox"], [])
+            self.assert_not_refused()
+            self.work(where)
+
+
+class Programs(Service):
+    """bcow-snapshotter and bcow-layer-store, with the programs that they run."""
+
+    def setUp(self):
+        super().setUp()
+        need(root=True, fuse=True)
+
+    def check(self, name, *arguments, is_ready):
+        program = os.path.join(os.path.dirname(BCOW), name)
+        command = [program, "--bcow", BCOW, "--sandbox", "require", *arguments]
+        # The programs write to standard output.
+        env = {**os.environ, **self.inside("write", f"r{ANY_FILE}")}
+        process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: is_ready() or process.poll() is not None, "it is ready")
+            self.assert_only(POSSIBLE_IN_SERVICES | {"fork", "execve", f"r{ANY_FILE}"})
+            kept = mask(CAPABILITIES + OF_PROGRAMS)
+            self.assert_status(process.pid, CapEff=kept, CapPrm=kept, CapBnd=kept)
+        finally:
+            process.terminate()
+            self.assertEqual(process.wait(60), 0)
+        refused = run(for_everyone(program), *command[1:], user=UNPRIVILEGED, check=False)
+        self.assertNotEqual(refused.code, 0)
+        self.assertIn(b"root", refused.err)
+
+    def test_the_snapshotter(self):
+        self.check("bcow-snapshotter", "--root", os.path.abspath("root"), "--socket",
+                   os.path.abspath("sock"), is_ready=lambda: os.path.exists("sock"))
+
+    def test_the_layer_store(self):
+        os.mkdir("store")
+        self.check("bcow-layer-store", "--root", os.path.abspath("root"), os.path.abspath("store"),
+                   is_ready=lambda: is_mounted(os.path.abspath("store")))
+
+
+class Attach(unittest.TestCase):
+    """`bcow attach`, in a guest whose kernel has the nbd driver."""
+
+    def test_attach_serves_its_device(self):
+        uml.need()
+        directory = tempfile.TemporaryDirectory(prefix="sandbox-", dir=WORK)
+        self.addCleanup(directory.cleanup)
+        escape = os.path.join(directory.name, "escape.so")
+        run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", escape, ESCAPE)
+        program, device = os.path.abspath(BCOW), "/dev/nbd5"
+        variables = (f"ESCAPE_AT=pread64 ESCAPE_GO=/tmp/go ESCAPE_REPORT=/tmp/report "
+                     f"ESCAPE_CHANGES_ATTRIBUTES=open ESCAPE_PATHS=w/tmp/outside:r{ANY_FILE}")
+
+        def shell(script):
+            return "command", {"arguments": ["sh", "-c", f"set -e; bcow={program}; {script}"]}
+
+        *_, read, services, report, _ = uml.boot([
+            shell("mkdir /tmp/disks; $bcow create -s 8M /tmp/disks/disk.bcow"),
+            shell(f'LD_PRELOAD="$LD_PRELOAD:{escape}" {variables} '
+                  f"$bcow attach /tmp/disks/disk.bcow {device}"),
+            shell(f"yes | dd of={device} bs=1M count=4 oflag=direct iflag=fullblock status=none; "
+                  f"$bcow snapshot /tmp/disks/disk.bcow one 2> /tmp/taken; > /tmp/go; "
+                  f"dd if={device} bs=1M count=4 iflag=direct status=none | uniq -c"),
+            shell("$bcow ps --json"),
+            shell("while ! grep -q end /tmp/report; do sleep 0.1; done; cat /tmp/report"),
+            shell(f"$bcow detach {device}; $bcow fsck --data /tmp/disks/disk.bcow"),
+        ])
+        self.assertEqual(read.split(), [str((4 << 20) // 2), "y"])
+        service, = json.loads(services)["services"]
+        results = {name: int(number) for name, number in map(str.split, report.splitlines())}
+        del results["end"]
+        parts = set(PARTS)
+        if "files" not in service["sandbox"]:
+            # The kernel of the guest has no Landlock.
+            parts.remove("files")
+            for name in ("signal", "w/tmp/outside", f"r{ANY_FILE}"):
+                self.assertEqual(results.pop(name), 0)
+        self.assertEqual(set(service["sandbox"]), parts)
+        self.assertEqual({name for name, number in results.items() if number not in REFUSED}, set())

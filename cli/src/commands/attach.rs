@@ -1,28 +1,35 @@
 //! `bcow attach`
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_fuse::daemon::{self, Readiness};
+use bcow_fuse::fork::{fork, keep_only};
 use bcow_images::Name;
+use bcow_images::sandbox::{self, SandboxArgs};
 use bcow_mounts::failure as daemon_failure;
 use bcow_mounts::mount::in_background;
 use bcow_mounts::nbd_device::{NbdDevice, driver_failure};
 use bcow_nbd::netlink::{Connect, Driver};
 use bcow_nbd::proto::Framing;
 use bcow_nbd::{Exports, Server, ServerOptions};
+use bcow_sandbox::{Access, CapabilitySet, Sandbox};
+use bcow_union::log;
 
 use super::serve::failure as nbd_failure;
-use super::serve::open::{Access, DeviceOptions, Served};
+use super::serve::open::{self, DeviceOptions, Served};
 use super::serve::ready::Signals;
+use super::serve::{attributes, needs};
 use crate::error::{CommandError, Context, exit};
 use crate::heap;
 use crate::image::StoreArgs;
 use crate::limits;
-use crate::running;
+use crate::running::{self, Published};
 use crate::ui::Ui;
 use bcow_images::args::{IMAGE, NameParser};
 
@@ -72,6 +79,8 @@ pub struct Args {
     cache_size: u64,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 fn block_size(text: &str) -> Result<u64, String> {
@@ -103,30 +112,91 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let signals = Signals::block()?;
     let device = NbdDevice::find(&args.device)?;
     device.refuse_attached()?;
-    let mut driver = Driver::open().map_err(|error| driver_failure(&error))?;
+    let detaching = Detaching::start(args).context(|| "cannot start a process")?;
+    let driver = Driver::open().map_err(|error| driver_failure(&error))?;
+    let sandbox = args.sandbox.begin([&args.image], &args.stores)?;
     let mut served = Served::default();
     let opening = DeviceOptions {
         stores: &args.stores,
         cache: BlockCache::new(args.cache_size),
-        access: Access::of_options(args.read_only, args.snapshot),
+        access: open::Access::of_options(args.read_only, args.snapshot),
         command: "attach",
     };
     served.add(&args.image, String::new(), String::new(), &opening)?;
-    let result = attach(args, ui, &served, &device, &mut driver, readiness, signals);
+    let attaching = Attaching {
+        index: device.index(),
+        driver,
+        detaching,
+        sandbox,
+        readiness,
+        signals,
+    };
+    let result = attach(args, ui, &served, attaching);
     let closed = served.close();
     result.and(closed)
 }
 
-/// Serves until the device is detached.
-fn attach(
-    args: &Args,
-    ui: &Ui,
-    served: &Served,
-    device: &NbdDevice,
-    driver: &mut Driver,
+/// What is needed to attach the device, and to detach it.
+struct Attaching {
+    index: u32,
+    driver: Driver,
+    detaching: Detaching,
+    sandbox: Sandbox,
     readiness: Option<Readiness>,
     signals: Signals,
-) -> Result<(), CommandError> {
+}
+
+/// A process that detaches the device for this one, which may be in a sandbox by then.
+struct Detaching(UnixStream);
+
+impl Detaching {
+    /// Starts it. It ends with this process, which has one thread.
+    fn start(args: &Args) -> io::Result<Self> {
+        let (own, theirs) = UnixStream::pair()?;
+        let path = std::path::absolute(&args.device)?;
+        let serve = || {
+            let kept = keep_only(&[theirs.as_raw_fd()], c"bcow-detach");
+            let _ = kept.and_then(|()| detach_on_request(&theirs, &path));
+        };
+        fork(serve).map(|_| Detaching(own))
+    }
+
+    /// Writes the dirty pages of the device, flushes and detaches it.
+    fn detach(&self) -> Result<(), CommandError> {
+        let mut error = String::new();
+        let answered = (&self.0).write_all(b"d");
+        let answered = answered.and_then(|()| BufReader::new(&self.0).read_line(&mut error));
+        match (answered, error.trim_end()) {
+            (Ok(1..), "") => Ok(()),
+            (Ok(1..), error) => Err(CommandError::new(error)),
+            _ => Err(CommandError::new(
+                "the process that detaches the device has ended",
+            )),
+        }
+    }
+}
+
+/// Answers each byte with a line: that of an error, or an empty one.
+fn detach_on_request(mut stream: &UnixStream, path: &Path) -> io::Result<()> {
+    while stream.read(&mut [0])? == 1 {
+        let device = NbdDevice::find(path);
+        let detached = device.and_then(|device| device.flush().and_then(|()| device.disconnect()));
+        let error = detached.err().map(|error| error.in_one_line());
+        writeln!(stream, "{}", error.unwrap_or_default())?;
+    }
+    Ok(())
+}
+
+/// Serves until the device is detached.
+fn attach(args: &Args, ui: &Ui, served: &Served, attaching: Attaching) -> Result<(), CommandError> {
+    let Attaching {
+        index,
+        mut driver,
+        detaching,
+        mut sandbox,
+        readiness,
+        signals,
+    } = attaching;
     let exports = Exports::new(served.exports.clone()).map_err(|error| nbd_failure(&error))?;
     let export = &served.exports[0];
     let size = export.device.reader().size();
@@ -153,12 +223,26 @@ fn attach(
         ours.push(OwnedFd::from(one));
         theirs.push(other);
     }
+    let (mut paths, capabilities) = needs(served);
+    // To detach from the terminal.
+    paths.push((PathBuf::from("/dev/null"), Access::Write));
+    log::connect_syslog();
+    // Only such a process can attach a device.
+    let until_attached = capabilities | CapabilitySet::SYS_ADMIN;
+    let confined = sandbox.confine(&paths, until_attached);
+    confined.context(sandbox::cannot)?;
+    let of_serving = sandbox.clone();
     std::thread::scope(|scope| {
         // The device is read as soon as it is there.
-        let serving = scope.spawn(|| server.serve_attached(ours));
+        let serving = scope.spawn(|| {
+            let limited = of_serving.keep_only(capabilities);
+            limited.context(sandbox::cannot)?;
+            let served = server.serve_attached(ours);
+            served.map_err(|error| nbd_failure(&error))
+        });
         let sockets: Vec<_> = theirs.iter().map(AsFd::as_fd).collect();
         let connected = driver.connect(&Connect {
-            index: device.index(),
+            index,
             size,
             block_bytes: args.block_size,
             flags: export.transmission_flags(Framing::Simple),
@@ -173,35 +257,53 @@ fn attach(
         drop(sockets);
         drop(theirs);
         connected.map_err(|error| driver_failure(&error))?;
-        let place = args.device.to_string_lossy().into_owned();
-        let services = served.services("attach", |_| vec![place.clone()]);
-        let _published = running::publish(services);
-        if let Err(error) = attached(args, ui, device, readiness, signals) {
+        let detaching = Arc::new(detaching);
+        let limited = sandbox.keep_only(capabilities).context(sandbox::cannot);
+        let published = limited.and_then(|()| publish(args, served, &mut sandbox));
+        let ready = published.and_then(|published| {
+            attached(args, ui, &detaching, readiness, signals).map(|()| published)
+        });
+        let _published = ready.inspect_err(|_| {
             // No other process knows of the device yet, so it is removed, and no data is lost.
-            if let Err(other) = device.disconnect() {
+            if let Err(other) = detaching.detach() {
                 ui.warning(other.in_one_line());
             }
-            return Err(error);
-        }
+        })?;
         match serving.join() {
-            Ok(served) => served.map_err(|error| nbd_failure(&error)),
+            Ok(served) => served,
             Err(panic) => std::panic::resume_unwind(panic),
         }
     })
+}
+
+/// Takes requests of other commands, completes the sandbox, and publishes the device.
+fn publish(
+    args: &Args,
+    served: &Served,
+    sandbox: &mut Sandbox,
+) -> Result<Option<Published>, CommandError> {
+    let place = args.device.to_string_lossy();
+    let mut services = served.services("attach", |_| vec![place.to_string()]);
+    let finished = sandbox.finish(attributes(served));
+    finished.context(sandbox::cannot)?;
+    for service in &mut services {
+        service.sandbox = sandbox.in_force();
+    }
+    Ok(running::publish(services))
 }
 
 /// Reports that the device is ready, and handles signals.
 fn attached(
     args: &Args,
     ui: &Ui,
-    device: &NbdDevice,
+    detaching: &Arc<Detaching>,
     readiness: Option<Readiness>,
     signals: Signals,
 ) -> Result<(), CommandError> {
-    let ours = device.clone();
+    let ours = Arc::clone(detaching);
     signals.on_first(move || {
         // Should that fail, the device is still there for another try.
-        if let Err(error) = ours.flush().and_then(|()| ours.disconnect()) {
+        if let Err(error) = ours.detach() {
             tracing::error!("{}", error.in_one_line());
         }
     })?;

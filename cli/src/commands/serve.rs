@@ -239,13 +239,9 @@ fn serve(
         let uris = listeners.iter().filter_map(|listener| uri(listener, name));
         uris.collect()
     });
-    // A snapshot of a disk gets the owner and the mode of the disk.
-    let attributes = if served.directories().is_empty() {
-        Attributes::Refused
-    } else {
-        Attributes::OfOpenFiles
-    };
-    sandbox.finish(attributes).context(sandbox::cannot)?;
+    sandbox
+        .finish(attributes(served))
+        .context(sandbox::cannot)?;
     for service in &mut services {
         service.sandbox = sandbox.in_force();
     }
@@ -277,22 +273,40 @@ fn confine(
             _ => None,
         });
     let removed = sockets.chain(pid_file).map(directory_of);
+    let removed = removed.map(|path| (path, Access::Remove));
+    let (mut paths, capabilities) = needs(served);
+    paths.extend(removed);
+    sandbox
+        .confine(&paths, capabilities | CapabilitySet::DAC_OVERRIDE)
+        .context(sandbox::cannot)
+}
+
+/// The files and capabilities that a process needs while it serves: for a snapshot of a disk, the
+/// directory of the disk.
+pub(super) fn needs(served: &Served) -> (Vec<(PathBuf, Access)>, CapabilitySet) {
+    let own = [(PathBuf::from("/proc/self"), Access::Read)];
     let written = served.directories();
-    let mut capabilities = CapabilitySet::DAC_OVERRIDE;
+    let mut capabilities = CapabilitySet::empty();
     if !written.is_empty() {
         // A new file gets the owner of the disk, and may use blocks that are reserved for root.
-        capabilities |= CapabilitySet::CHOWN
+        capabilities = CapabilitySet::CHOWN
+            | CapabilitySet::DAC_OVERRIDE
             | CapabilitySet::FOWNER
             | CapabilitySet::FSETID
             | CapabilitySet::SYS_RESOURCE;
     }
-    let own = [(PathBuf::from("/proc/self"), Access::Read)];
     let written = written.into_iter().map(|path| (path, Access::Write));
-    let removed = removed.map(|path| (path, Access::Remove));
-    let paths: Vec<_> = own.into_iter().chain(written).chain(removed).collect();
-    sandbox
-        .confine(&paths, capabilities)
-        .context(sandbox::cannot)
+    (own.into_iter().chain(written).collect(), capabilities)
+}
+
+/// The attributes of files that a process changes while it serves: a snapshot of a disk gets the
+/// owner and the mode of the disk.
+pub(super) fn attributes(served: &Served) -> Attributes {
+    if served.directories().is_empty() {
+        Attributes::Refused
+    } else {
+        Attributes::OfOpenFiles
+    }
 }
 
 /// Warns of each TCP address that other machines can reach, if the server accepts clients without

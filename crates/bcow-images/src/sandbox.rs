@@ -4,7 +4,7 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
-use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, When};
+use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, Service, When};
 
 use crate::disks::is_disk;
 use crate::error::{CommandError, Context};
@@ -17,7 +17,7 @@ pub struct SandboxArgs {
     /// Whether the process gives up the rights that it does not need, before it reads the content
     /// of an image: as far as the kernel supports that (auto), completely or with an error
     /// (require), or not (off). With auto, a process that uses images on other machines gives up
-    /// none
+    /// fewer
     #[arg(
         long,
         value_name = "WHEN",
@@ -36,9 +36,22 @@ impl SandboxArgs {
         stores: &StoreArgs,
     ) -> Result<Sandbox, CommandError> {
         if stores.may_need_network(images) {
-            return self.without(NETWORK);
+            return match self.sandbox {
+                When::Auto => self.begin_service(),
+                When::Require | When::Off => self.without(NETWORK),
+            };
         }
-        Sandbox::begin(self.sandbox).context(cannot)
+        self.begin_changing(Attributes::Refused)
+    }
+
+    /// Begins the sandbox of a process that needs no network, and changes these attributes.
+    pub fn begin_changing(&self, attributes: Attributes) -> Result<Sandbox, CommandError> {
+        Sandbox::begin(self.sandbox, attributes).context(cannot)
+    }
+
+    /// The sandbox of a process that needs the network, or mounts with the kernel driver.
+    pub fn begin_service(&self) -> Result<Sandbox, CommandError> {
+        Sandbox::of_service(self.sandbox, Service::Mounts).context(cannot)
     }
 
     /// The process gets no sandbox, which is an error if the user requires one.

@@ -49,10 +49,13 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     }
     let readiness = if args.foreground { None } else { daemon::started_by_launch() };
     if !args.foreground && readiness.is_none() {
-        return match bind::attempt(args, &options, ui)? {
+        return match bind_or_check(args, &options, ui)? {
             Attempt::Done => Ok(exit::DONE),
             Attempt::Free(_turn) => in_background(),
         };
+    }
+    if args.foreground {
+        refuse_mounted(args.directory())?;
     }
     limits::adapt_for_service();
     let signals = Signals::block(match readiness {
@@ -60,14 +63,15 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
         None => Ground::Foreground,
     })
     .map_err(|error| failure(&error))?;
-    let unmounting = sandbox::prepare(args)?;
     if let Some(cpus) = &args.cpus {
         cpus.confine()?;
     }
+    let prepared = sandbox::prepare(args, &way)?;
     let metrics = args.metrics.as_deref().map(metrics::listen).transpose()?;
     if let Some(path) = &args.log_file {
         log_to(path)?;
     }
+    let prepared = prepared.begin(args)?;
     let running = Running {
         args,
         readiness,
@@ -88,8 +92,7 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
                 .map_err(|error| kernel::cannot_mount(args.image.shown(), &error));
         }
     };
-    mounted.take_requests(|_| ());
-    sandbox::enter(args, &mut mounted, unmounting)?;
+    prepared.enter(args, &mut mounted)?;
     running.answer_metrics(mounted.stats)?;
     let session = mounted.session;
     let recording = mounted.recording.as_ref();
@@ -100,13 +103,27 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     Ok(exit::DONE)
 }
 
-/// Checks the command line of a mount in a pool, and binds the mount of the upper if that is asked
-/// for.
+/// Checks the command line and the directory of a mount in a pool, and binds the mount of the upper
+/// if that is asked for.
 pub fn prepare(args: &MountArgs, ui: &dyn Messages) -> Result<Attempt, CommandError> {
     match check(args)? {
         _ if args.fake => Ok(Attempt::Done),
-        (_, options) => bind::attempt(args, &options, ui),
+        (_, options) => bind_or_check(args, &options, ui),
     }
+}
+
+/// Binds the mount of the upper, or fails if an image is mounted at the directory. Here, because
+/// that starts a program, which a process in a sandbox cannot.
+fn bind_or_check(
+    args: &MountArgs,
+    options: &MountOptions,
+    ui: &dyn Messages,
+) -> Result<Attempt, CommandError> {
+    let attempt = bind::attempt(args, options, ui)?;
+    if let Attempt::Free(_) = attempt {
+        refuse_mounted(args.directory())?;
+    }
+    Ok(attempt)
 }
 
 /// Also appends log messages to this file from now on.
@@ -158,7 +175,6 @@ fn make(
         }
     };
     if let Some(files) = opened.files {
-        refuse_mounted(args.directory())?;
         return Ok(Made::Direct(files));
     }
     let mounted = kernel::mount(opened, args, options, host)?;
@@ -189,7 +205,7 @@ fn check(args: &MountArgs) -> Result<(Way, MountOptions), CommandError> {
         }
         Way::Upper { .. } | Way::Content => {}
     }
-    sandbox::is_possible(args)?;
+    sandbox::check(args)?;
     if let Some(upper) = args.upper.path() {
         upper::refuse_one_in_the_other(upper, args.directory())?;
     }

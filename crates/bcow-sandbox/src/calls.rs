@@ -9,15 +9,11 @@ use seccompiler::{
     SeccompCondition, SeccompFilter, SeccompRule, sock_filter,
 };
 
-use crate::Attributes;
+use crate::{Attributes, Service};
 
-/// Calls that start programs and processes, change other processes or the machine, or reach much
-/// code of the kernel.
+/// Calls that change other processes or the machine, or reach much code of the kernel.
 const DANGEROUS: &[c_long] = &[
-    // Programs and namespaces. Threads are possible.
-    libc::SYS_execve,
-    libc::SYS_execveat,
-    libc::SYS_unshare,
+    // Namespaces, and other rules for programs.
     libc::SYS_setns,
     libc::SYS_chroot,
     libc::SYS_personality,
@@ -29,7 +25,6 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_kcmp,
     libc::SYS_pidfd_getfd,
     libc::SYS_setpriority,
-    libc::SYS_sched_setaffinity,
     libc::SYS_sched_setattr,
     libc::SYS_sched_setparam,
     libc::SYS_sched_setscheduler,
@@ -50,34 +45,13 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_msgctl,
     libc::SYS_mq_open,
     libc::SYS_mq_unlink,
-    // Modes, owners, times and extended attributes of any file: Landlock does not refuse them, and
-    // the owner needs no capability.
-    libc::SYS_fchmodat,
-    FCHMODAT2,
-    libc::SYS_fchownat,
-    libc::SYS_setxattr,
-    libc::SYS_lsetxattr,
-    SETXATTRAT,
-    libc::SYS_removexattr,
-    libc::SYS_lremovexattr,
-    REMOVEXATTRAT,
-    libc::SYS_utimensat,
-    FILE_SETATTR,
     // Mounts.
-    libc::SYS_mount,
-    libc::SYS_umount2,
     libc::SYS_pivot_root,
-    libc::SYS_move_mount,
-    libc::SYS_open_tree,
-    libc::SYS_fsopen,
-    libc::SYS_fsconfig,
-    libc::SYS_fsmount,
     libc::SYS_fspick,
     libc::SYS_mount_setattr,
     OPEN_TREE_ATTR,
     // Files by other ways than a path.
     libc::SYS_open_by_handle_at,
-    libc::SYS_mknodat,
     // Code of the kernel.
     libc::SYS_init_module,
     libc::SYS_finit_module,
@@ -109,9 +83,52 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_sethostname,
     libc::SYS_setdomainname,
     #[cfg(target_arch = "x86_64")]
+    libc::SYS_kexec_file_load,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_iopl,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_ioperm,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_modify_ldt,
+];
+
+/// Calls that start programs and processes, and choose their CPUs. Threads are possible.
+const PROGRAMS: &[c_long] = &[
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_sched_setaffinity,
+    #[cfg(target_arch = "x86_64")]
     libc::SYS_fork,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_vfork,
+];
+
+/// Calls that mount and unmount.
+const MOUNTS: &[c_long] = &[
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+];
+
+/// Calls that change modes, owners, times and extended attributes of any file, or make a device:
+/// Landlock does not refuse the former, and the owner needs no capability.
+const OF_ALL_FILES: &[c_long] = &[
+    libc::SYS_fchmodat,
+    FCHMODAT2,
+    libc::SYS_fchownat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    SETXATTRAT,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    REMOVEXATTRAT,
+    libc::SYS_utimensat,
+    FILE_SETATTR,
+    libc::SYS_mknodat,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_mknod,
     #[cfg(target_arch = "x86_64")]
@@ -126,14 +143,6 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_utimes,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_futimesat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_kexec_file_load,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_iopl,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_ioperm,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_modify_ldt,
 ];
 
 // Calls without a constant in libc, at least for aarch64. New calls have one number on all
@@ -154,17 +163,18 @@ const ATTRIBUTES: &[c_long] = &[
     libc::SYS_fremovexattr,
 ];
 
-/// Calls that make a socket, or lead one elsewhere. A message can have an address of its own, which
-/// for sendmsg(2) is in memory, where a filter cannot look.
+/// Calls that make a socket, or lead one elsewhere.
 const SOCKETS: &[c_long] = &[
     libc::SYS_socket,
     libc::SYS_socketpair,
     libc::SYS_connect,
     libc::SYS_bind,
     libc::SYS_listen,
-    libc::SYS_sendmsg,
-    libc::SYS_sendmmsg,
 ];
+
+/// Calls that send messages, which can have an address of their own. It is in memory, where a
+/// filter cannot look.
+const MESSAGES: &[c_long] = &[libc::SYS_sendmsg, libc::SYS_sendmmsg];
 
 /// The requests of ioctl(2) that write to a terminal as if a user typed, load a driver for it, or
 /// set the flags of a file, also of one that is open for reading.
@@ -182,24 +192,71 @@ const REQUESTS: [u64; 5] = [
 const FS_IOC_SETFLAGS: u64 = 0x4008_6602;
 const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
 
-/// Refuses [`DANGEROUS`], new processes, limits of other processes and [`REQUESTS`].
-pub fn refuse_dangerous() -> Result<(), Error> {
+/// Refuses [`DANGEROUS`], [`PROGRAMS`], [`MOUNTS`] and new namespaces; and [`OF_ALL_FILES`] if the
+/// process needs none.
+pub fn refuse_dangerous(attributes: Attributes) -> Result<(), Error> {
+    let mut rules = dangerous()?;
+    refuse_programs(&mut rules)?;
+    rules.append(&mut always(MOUNTS));
+    rules.append(&mut always(&[libc::SYS_unshare]));
+    if attributes != Attributes::OfAllFiles {
+        rules.append(&mut always(OF_ALL_FILES));
+    }
+    seccompiler::apply_filter(&program(rules)?)
+}
+
+/// Refuses [`DANGEROUS`] and new namespaces; and [`PROGRAMS`] if the service starts none.
+pub fn refuse_to_service(service: Service) -> Result<(), Error> {
+    let mut rules = dangerous()?;
+    if service == Service::Mounts {
+        refuse_programs(&mut rules)?;
+    }
+    // A thread can have a working directory of its own.
+    let is_namespace = rule(0, SeccompCmpOp::Ne, libc::CLONE_FS as u64)?;
+    rules.insert(libc::SYS_unshare, vec![is_namespace]);
+    seccompiler::apply_filter(&program(rules)?)
+}
+
+/// [`DANGEROUS`], limits of other processes and [`REQUESTS`].
+fn dangerous() -> Result<Rules, Error> {
     let mut rules = always(DANGEROUS);
-    let is_no_thread = SeccompCmpOp::MaskedEq(libc::CLONE_THREAD as u64);
-    rules.insert(libc::SYS_clone, vec![rule(0, is_no_thread, 0)?]);
     let is_other_process = rule(0, SeccompCmpOp::Ne, 0)?;
     rules.insert(libc::SYS_prlimit64, vec![is_other_process]);
     let requests = REQUESTS.map(|request| rule(1, SeccompCmpOp::Eq, request));
     let requests: Result<Vec<_>, _> = requests.into_iter().collect();
     rules.insert(libc::SYS_ioctl, requests?);
-    seccompiler::apply_filter(&program(rules)?)
+    Ok(rules)
 }
 
-/// Refuses [`SOCKETS`], messages to other addresses, and [`ATTRIBUTES`] if the process needs none,
-/// to all threads of the process.
-pub fn refuse_sockets(attributes: Attributes) -> Result<(), Error> {
+/// Adds [`PROGRAMS`] and new processes.
+fn refuse_programs(rules: &mut Rules) -> Result<(), Error> {
+    rules.append(&mut always(PROGRAMS));
+    let is_no_thread = SeccompCmpOp::MaskedEq(libc::CLONE_THREAD as u64);
+    rules.insert(libc::SYS_clone, vec![rule(0, is_no_thread, 0)?]);
+    Ok(())
+}
+
+/// Refuses sockets of all families but Unix and the Internet, and those below TCP and UDP.
+pub fn refuse_families() -> Result<(), Error> {
+    /// The type of a socket, without its flags.
+    const TYPE: SeccompCmpOp = SeccompCmpOp::MaskedEq(0xf);
+    let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6].map(|family| {
+        SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, family as u64)
+    });
+    let families: Result<Vec<_>, _> = families.into_iter().collect();
+    let is_raw = rule(1, TYPE, libc::SOCK_RAW as u64)?;
+    let sockets = vec![SeccompRule::new(families?)?, is_raw];
+    seccompiler::apply_filter(&program([(libc::SYS_socket, sockets)].into())?)
+}
+
+/// Refuses [`SOCKETS`], [`MESSAGES`] unless the process sends some, messages to other addresses,
+/// and [`ATTRIBUTES`] if the process needs none, to all threads of the process.
+pub fn refuse_sockets(attributes: Attributes, sends_messages: bool) -> Result<(), Error> {
     const ADDRESS: u8 = 4;
     let mut rules = always(SOCKETS);
+    if !sends_messages {
+        rules.append(&mut always(MESSAGES));
+    }
     if attributes == Attributes::Refused {
         rules.append(&mut always(ATTRIBUTES));
     }

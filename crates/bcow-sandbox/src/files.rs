@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, BitFlags, Ruleset, RulesetAttr, RulesetCreatedAttr,
-    RulesetStatus, Scope, make_bitflags, path_beneath_rules,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, Ruleset, RulesetAttr,
+    RulesetCreatedAttr, RulesetStatus, Scope, make_bitflags, path_beneath_rules,
 };
 
 use crate::{Access, SandboxError};
@@ -16,7 +16,15 @@ const NEWEST: ABI = ABI::V6;
 /// Refuses all other files to this thread, and connections and signals to other processes. Landlock
 /// itself refuses mounts, and the processes outside to ptrace(2).
 pub fn restrict(paths: &[(PathBuf, Access)]) -> Result<(), SandboxError> {
-    let mut rules = Ruleset::default()
+    let mut rules = Ruleset::default();
+    if paths.iter().any(|(_, allowed)| *allowed == Access::All) {
+        // Linux 5.13 to 5.18 refuse all renames to other directories.
+        rules = rules
+            .set_compatibility(CompatLevel::HardRequirement)
+            .handle_access(AccessFs::Refer)?
+            .set_compatibility(CompatLevel::BestEffort);
+    }
+    let mut rules = rules
         .handle_access(AccessFs::from_all(NEWEST))?
         .handle_access(AccessNet::from_all(NEWEST))?
         .scope(Scope::from_all(NEWEST))?
@@ -38,6 +46,7 @@ fn rights(allowed: Access) -> BitFlags<AccessFs> {
         Access::Write => make_bitflags!(AccessFs::{
             ReadFile | ReadDir | WriteFile | Truncate | MakeReg | MakeDir | RemoveFile
         }),
+        Access::All => AccessFs::from_all(NEWEST) & !(AccessFs::Execute | AccessFs::IoctlDev),
         Access::Remove => AccessFs::RemoveFile.into(),
     }
 }

@@ -4,7 +4,7 @@
 //! use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, SandboxError, When};
 //!
 //! fn enter() -> Result<Vec<String>, SandboxError> {
-//!     let mut sandbox = Sandbox::begin(When::Require)?;
+//!     let mut sandbox = Sandbox::begin(When::Require, Attributes::Refused)?;
 //!     let readable = ("/srv/images".into(), Access::Read);
 //!     sandbox.confine(&[readable], CapabilitySet::empty())?;
 //!     sandbox.finish(Attributes::Refused)?;
@@ -34,7 +34,9 @@ use landlock::RulesetError;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 pub use rustix::thread::CapabilitySet;
-use rustix::thread::{CapabilitySets, set_capabilities, set_no_new_privs};
+use rustix::thread::{
+    CapabilitySets, remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
+};
 
 /// When a process enters the sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
@@ -53,6 +55,8 @@ pub enum Access {
     Read,
     /// Also create, replace and remove files, and create directories, but no other objects.
     Write,
+    /// Also create, rename and link objects of all kinds.
+    All,
     /// Remove only.
     Remove,
 }
@@ -64,10 +68,42 @@ pub enum Attributes {
     Refused,
     /// Those of files that it has open.
     OfOpenFiles,
+    /// Those of all files that its user may change.
+    OfAllFiles,
 }
 
+/// A process that opens files and mounts as long as it lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Service {
+    /// It starts no programs.
+    Mounts,
+    /// It starts programs, which are in its sandbox too.
+    Programs,
+}
+
+/// The capabilities of services of root: those for files of any owner and kind, with any
+/// attributes; for mounts; for the limits of resources; and to find out from other processes which
+/// uppers they use.
+const OF_SERVICES: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::DAC_READ_SEARCH)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
+    .union(CapabilitySet::MKNOD)
+    .union(CapabilitySet::SETFCAP)
+    .union(CapabilitySet::MAC_ADMIN)
+    .union(CapabilitySet::SYS_ADMIN)
+    .union(CapabilitySet::SYS_PTRACE)
+    .union(CapabilitySet::SYS_RESOURCE);
+
+/// What programs of a service need further: to become the owner of a mount, who alone may access
+/// it, and to listen at a port for metrics.
+const OF_PROGRAMS: CapabilitySet = CapabilitySet::SETUID
+    .union(CapabilitySet::SETGID)
+    .union(CapabilitySet::NET_BIND_SERVICE);
+
 /// A process in the sandbox, or on its way into it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Sandbox {
     when: When,
     in_force: Vec<String>,
@@ -106,18 +142,46 @@ impl Sandbox {
         }
     }
 
-    /// The first step. It concerns this thread and those that it starts.
-    pub fn begin(when: When) -> Result<Self, SandboxError> {
+    /// The first step. It concerns this thread and those that it starts. `attributes` are those
+    /// that the process changes at any time.
+    pub fn begin(when: When, attributes: Attributes) -> Result<Self, SandboxError> {
         let mut sandbox = Sandbox {
             when,
             ..Sandbox::off()
         };
-        sandbox.part("no-new-privileges", || {
+        sandbox.give_up()?;
+        sandbox.part("calls", || Ok(calls::refuse_dangerous(attributes)?))?;
+        Ok(sandbox)
+    }
+
+    /// The whole sandbox of a service, which loses only what it never needs: the further steps do
+    /// nothing. The process must have one thread.
+    pub fn of_service(when: When, service: Service) -> Result<Self, SandboxError> {
+        let mut sandbox = Sandbox {
+            when,
+            ..Sandbox::off()
+        };
+        sandbox.give_up()?;
+        sandbox.part("calls-partly", || {
+            require_one_thread()?;
+            Ok(calls::refuse_to_service(service)?)
+        })?;
+        let kept = match service {
+            Service::Mounts => OF_SERVICES,
+            Service::Programs => OF_SERVICES.union(OF_PROGRAMS),
+        };
+        sandbox.part("capabilities-partly", || keep_capabilities(kept))?;
+        sandbox.part("sockets-partly", || Ok(calls::refuse_families()?))?;
+        sandbox.when = When::Off;
+        Ok(sandbox)
+    }
+
+    /// New privileges and core dumps.
+    fn give_up(&mut self) -> Result<(), SandboxError> {
+        self.part("no-new-privileges", || {
             set_no_new_privs(true).map_err(|errno| SandboxError::Privileges(errno.into()))
         })?;
-        sandbox.part("no-core-dumps", refuse_core_dumps)?;
-        sandbox.part("calls", || Ok(calls::refuse_dangerous()?))?;
-        Ok(sandbox)
+        self.part("no-core-dumps", refuse_core_dumps)
     }
 
     /// The second step.
@@ -128,13 +192,7 @@ impl Sandbox {
     ) -> Result<(), SandboxError> {
         self.part("capabilities", || {
             require_one_thread()?;
-            let permitted = capabilities & rustix::thread::capabilities(None)?.permitted;
-            let sets = CapabilitySets {
-                effective: permitted,
-                permitted,
-                inheritable: CapabilitySet::empty(),
-            };
-            Ok(set_capabilities(None, sets)?)
+            keep_capabilities(capabilities)
         })?;
         self.part("files", || {
             require_one_thread()?;
@@ -142,9 +200,23 @@ impl Sandbox {
         })
     }
 
+    /// Gives up more capabilities: those of this thread, and of the threads that it starts.
+    pub fn keep_only(&self, capabilities: CapabilitySet) -> Result<(), SandboxError> {
+        match self.when {
+            When::Off => Ok(()),
+            When::Auto | When::Require => keep_capabilities(capabilities),
+        }
+    }
+
     /// The last step, for all threads of the process.
     pub fn finish(&mut self, attributes: Attributes) -> Result<(), SandboxError> {
-        self.part("sockets", || Ok(calls::refuse_sockets(attributes)?))
+        self.part("sockets", || Ok(calls::refuse_sockets(attributes, false)?))
+    }
+
+    /// As [`Sandbox::finish`], for a process that sends descriptors. All of its sockets are
+    /// connected to one other process.
+    pub fn finish_but_messages(&mut self, attributes: Attributes) -> Result<(), SandboxError> {
+        self.part("sockets", || Ok(calls::refuse_sockets(attributes, true)?))
     }
 
     /// The names of the parts that are in force. A part that the kernel does not support completely
@@ -169,6 +241,22 @@ impl Sandbox {
         }
         Ok(())
     }
+}
+
+/// Gives up all capabilities but these, for this thread and later ones. Programs that they start
+/// get no others either, if the process may decide that.
+fn keep_capabilities(kept: CapabilitySet) -> Result<(), SandboxError> {
+    for capability in kept.complement().iter() {
+        // Without the right to do that, no program can get any: no new privileges.
+        let _ = remove_capability_from_bounding_set(capability);
+    }
+    let permitted = kept & rustix::thread::capabilities(None)?.permitted;
+    let sets = CapabilitySets {
+        effective: permitted,
+        permitted,
+        inheritable: CapabilitySet::empty(),
+    };
+    Ok(set_capabilities(None, sets)?)
 }
 
 /// A core dump would have the content of images. With a limit of one byte, the kernel also starts

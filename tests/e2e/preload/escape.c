@@ -3,7 +3,8 @@
    ESCAPE_AT names the function that begins: `write` to standard output, or `pread64`. Both wait for
    the file ESCAPE_GO, if it is set. ESCAPE_REPORT is the file for the report: lines of a name and
    an error number, or 0 without an error. ESCAPE_PATHS has paths, separated by colons, each after
-   `r` or `w`. With ESCAPE_CHANGES_ATTRIBUTES, the process may change those of its open files. */
+   `r` or `w`. With ESCAPE_CHANGES_ATTRIBUTES, the process may change those of its open files; if it
+   is `all`, those of all files. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -71,6 +72,7 @@ static void try_paths(void)
 /* The calls fail in every process, or change nothing, except for the last one. */
 static void try_all(void)
 {
+    const char *changes = getenv("ESCAPE_CHANGES_ATTRIBUTES") ?: "none";
     char *const arguments[] = {"/bin/true", NULL};
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     note("ptrace", ptrace(PTRACE_PEEKDATA, 0, NULL, NULL));
@@ -94,10 +96,13 @@ static void try_all(void)
     note("userfaultfd", syscall(SYS_userfaultfd, -1));
     note("open_by_handle_at", syscall(SYS_open_by_handle_at, -1, NULL, 0));
     note("clock_settime", syscall(SYS_clock_settime, 9999, NULL));
-    note("chmod", syscall(SYS_fchmodat, AT_FDCWD, "/no/place", 0600));
-    note("chown", syscall(SYS_fchownat, AT_FDCWD, "/no/place", 0, 0, 0));
-    note("setxattr", syscall(SYS_setxattr, "/no/place", "user.x", "", 0, 0));
-    note("utimensat", syscall(SYS_utimensat, AT_FDCWD, "/no/place", NULL, 0));
+    if (strcmp(changes, "all")) {
+        note("chmod", syscall(SYS_fchmodat, AT_FDCWD, "/no/place", 0600));
+        note("chown", syscall(SYS_fchownat, AT_FDCWD, "/no/place", 0, 0, 0));
+        note("setxattr", syscall(SYS_setxattr, "/no/place", "user.x", "", 0, 0));
+        note("utimensat", syscall(SYS_utimensat, AT_FDCWD, "/no/place", NULL, 0));
+        note("mknod", syscall(SYS_mknodat, AT_FDCWD, "/no/place", S_IFIFO, 0));
+    }
     note("shmget", syscall(SYS_shmget, IPC_PRIVATE, 0, 0));
     note("msgctl", syscall(SYS_msgctl, -1, IPC_STAT, NULL));
     note("semget", syscall(SYS_semget, IPC_PRIVATE, -1, 0));
@@ -105,7 +110,7 @@ static void try_all(void)
     note("prlimit", syscall(SYS_prlimit64, 1, 9999, NULL, NULL));
     note("setpriority", syscall(SYS_setpriority, 9999, 0, 0));
     note("sched_setattr", syscall(SYS_sched_setattr, -1, NULL, 0));
-    if (!getenv("ESCAPE_CHANGES_ATTRIBUTES")) {
+    if (!strcmp(changes, "none")) {
         note("fchmod", fchmod(-1, 0600));
         note("fchown", fchown(-1, 0, 0));
         note("fsetxattr", syscall(SYS_fsetxattr, -1, "user.x", "", 0, 0));
@@ -116,6 +121,8 @@ static void try_all(void)
     note("fssetxattr", ioctl(-1, FS_IOC_FSSETXATTR, NULL));
     opened("socket_tcp", socket(AF_INET, SOCK_STREAM, 0));
     opened("socket_unix", socket(AF_UNIX, SOCK_STREAM, 0));
+    opened("socket_netlink", socket(AF_NETLINK, SOCK_DGRAM, 0));
+    opened("socket_vsock", socket(AF_VSOCK, SOCK_STREAM, 0));
     note("connect", connect(-1, NULL, 0));
     note("listen", listen(-1, 0));
     note("sendto", sendto(-1, "x", 1, 0, (struct sockaddr *)&address, sizeof address));
