@@ -29,6 +29,7 @@ use bcow_tool::metrics::MetricsArgs;
 use bcow_tool::notify::notify;
 use bcow_tool::program::{end, start_log};
 use bcow_tool::registry::{is_plain, with_auth_file};
+use bcow_tool::sandbox::SandboxArgs;
 use bcow_tool::tool::{Tool, parse_pool};
 use bcow_tool::{At, RegistryArgs};
 use clap::Parser;
@@ -71,6 +72,8 @@ struct Args {
     #[arg(long, value_name = "BYTES", default_value_t = 8 << 30)]
     blob_limit: u64,
     #[command(flatten)]
+    sandbox: SandboxArgs,
+    #[command(flatten)]
     metrics: MetricsArgs,
     #[command(flatten)]
     registry: RegistryArgs,
@@ -97,6 +100,7 @@ fn serve(args: &Args) -> Result<(), Error> {
                 .to_owned(),
         ));
     }
+    args.sandbox.enter().map_err(Error::State)?;
     let tool = Tool::new(args.bcow.clone())?;
     if let Some(name) = &args.pool
         && let Err(error) = tool.require_pool(name)

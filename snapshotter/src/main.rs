@@ -32,6 +32,7 @@ use bcow_tool::host::{make_private, remove_if_any};
 use bcow_tool::metrics::{MetricsArgs, Page};
 use bcow_tool::notify::notify;
 use bcow_tool::program::{end, start_log};
+use bcow_tool::sandbox::SandboxArgs;
 use bcow_tool::tool::{Tool, parse_pool};
 use clap::Parser;
 use tokio::net::UnixListener;
@@ -84,6 +85,8 @@ struct Args {
     #[arg(long, value_name = "DIR")]
     content_store: Option<PathBuf>,
     #[command(flatten)]
+    sandbox: SandboxArgs,
+    #[command(flatten)]
     metrics: MetricsArgs,
     #[command(flatten)]
     remote: RemoteArgs,
@@ -96,6 +99,7 @@ fn main() -> ExitCode {
 }
 
 fn serve(args: &Args) -> Result<(), Error> {
+    args.sandbox.enter().map_err(Error::State)?;
     let tool = Tool::new(args.bcow.clone())?;
     for option in &args.mount_option {
         if option.is_empty() || option.contains(',') {

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import glob
 import json
 import os
 import platform
@@ -219,6 +220,12 @@ def reachable(directory):
     run("mount", "--bind", directory, where)
     atexit.register(lambda: (subprocess.run(["umount", where]), os.rmdir(where)))
     return where
+
+
+def children(pid):
+    """The processes that a process has started."""
+    tasks = glob.glob(f"/proc/{pid}/task/*/children")
+    return " ".join(read_text(task) for task in tasks).split()
 
 
 def is_mounted(where):

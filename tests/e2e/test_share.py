@@ -7,13 +7,11 @@ its page cache changes none of them.
 import ctypes
 import errno
 import fcntl
-import glob
 import functools
 import hashlib
 import json
 import mmap
 import os
-import pathlib
 import random
 import shutil
 import subprocess
@@ -26,8 +24,8 @@ import test_ahead
 import test_pool
 from overlay import Entry
 from promises import promise
-from support import (UNPRIVILEGED, WORK, assert_refused, bcow, is_mounted, need_kernel, read_bytes,
-                     run, until)
+from support import (UNPRIVILEGED, WORK, assert_refused, bcow, children, is_mounted, need_kernel,
+                     read_bytes, run, until)
 
 STEPS = test_pool.STEPS
 LARGE = 300_000
@@ -588,11 +586,10 @@ class Sharing(ShareCase):
 
         until(is_closed, "the descriptors of the mount are closed")
         self.bcow("umount", first)
-        tasks = glob.glob(f"/proc/{pid}/task/*/children")
-        children = " ".join(pathlib.Path(task).read_text() for task in tasks).split()
-        self.assertEqual(len(children), 1, "the opener")
+        [starter] = children(pid)
+        [opener] = children(starter)
         self.bcow("pool", "stop", "pool")
-        for one in (pid, supervisor, *children):
+        for one in (pid, supervisor, starter, opener):
             self.assert_ends(one)
         self.assertFalse(is_mounted(first))
 

@@ -69,7 +69,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         (Some(Command::Rm(args)), ..) => rm::run(args, ui),
         (None, Some(mount), Some(device)) if args.freeze => {
             let path = mount.path().unwrap_or(mount.shown());
-            hold_frozen(path, device).context(|| format!("cannot freeze {mount}"))
+            let frozen = hold_frozen(path, device, std::io::stdin(), std::io::stdout());
+            frozen.context(|| format!("cannot freeze {mount}"))
         }
         (None, Some(disk), Some(name)) => take(args, disk, name, ui),
         // The parser of the command line requires both.

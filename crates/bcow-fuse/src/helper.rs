@@ -1,34 +1,33 @@
-//! The set-user-ID program `fusermount3`, which mounts and unmounts for ordinary users.
+//! Mounts and unmounts by `fusermount3`: a child of this process, or of its starter.
 
-use std::io;
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::process::{Command, Stdio};
-
-use rustix::io::Errno;
 
 use crate::error::MountError;
+use crate::fusermount::{Ended, run_here};
+use crate::starter::starter;
 
-pub(crate) const HELPER: &str = "fusermount3";
+/// Runs the program, which sends the descriptor of a new mount to `socket`. In a pool, another
+/// process runs it.
+pub(crate) fn run(arguments: &[&OsStr], socket: Option<OwnedFd>) -> Result<Ended, MountError> {
+    let ended = match starter() {
+        Some(starter) => starter.run_helper(arguments, socket),
+        None => run_here(arguments, socket),
+    };
+    ended.map_err(MountError::NoHelper)
+}
 
 /// Runs `fusermount3 -u`. Its message becomes the error.
 pub(crate) fn run_unmount_helper(target: &Path, arguments: &[&str]) -> Result<(), MountError> {
-    let mut command = Command::new(HELPER);
-    command.arg("-u").args(arguments).arg("--").arg(target);
-    let output = match command.stdin(Stdio::null()).output() {
-        // The pipes for its messages need descriptors, and the process may have none left. The end
-        // of a mount must not depend on them.
-        Err(error) if has_no_descriptor(&error) => command
-            .stdin(Stdio::inherit())
-            .stdout(Stdio::inherit())
-            .stderr(Stdio::inherit())
-            .output(),
-        other => other,
-    };
-    let output = output.map_err(MountError::NoHelper)?;
-    if output.status.success() {
+    let arguments = ["-u"].iter().chain(arguments).chain(&["--"]);
+    let mut arguments: Vec<&OsStr> = arguments.map(OsStr::new).collect();
+    arguments.push(target.as_os_str());
+    let ended = run(&arguments, None)?;
+    if ended.is_success {
         return Ok(());
     }
-    let message = helper_message(&String::from_utf8_lossy(&output.stderr));
+    let message = helper_message(&ended.message);
     if message.contains("Device or resource busy") {
         return Err(MountError::Busy(target.to_owned()));
     }
@@ -38,13 +37,9 @@ pub(crate) fn run_unmount_helper(target: &Path, arguments: &[&str]) -> Result<()
     })
 }
 
-fn has_no_descriptor(error: &io::Error) -> bool {
-    let errno = Errno::from_io_error(error);
-    matches!(errno, Some(Errno::MFILE | Errno::NFILE))
-}
-
 /// The helper's message without its program name.
-pub(crate) fn helper_message(stderr: &str) -> String {
+pub(crate) fn helper_message(stderr: &[u8]) -> String {
+    let stderr = String::from_utf8_lossy(stderr);
     let lines: Vec<&str> = stderr
         .lines()
         .map(|line| line.trim().trim_start_matches("fusermount3: "))
@@ -64,9 +59,9 @@ mod tests {
     #[test]
     fn helper_message_loses_its_prefix() {
         assert_eq!(
-            helper_message("fusermount3: user has no write access to mountpoint /x\n"),
+            helper_message(b"fusermount3: user has no write access to mountpoint /x\n"),
             "user has no write access to mountpoint /x"
         );
-        assert_eq!(helper_message("\n"), "failed without a message");
+        assert_eq!(helper_message(b"\n"), "failed without a message");
     }
 }

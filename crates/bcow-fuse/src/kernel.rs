@@ -20,7 +20,6 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
@@ -28,7 +27,7 @@ use std::sync::{Arc, Weak};
 use bcow::operation::{LiveDisk, SnapshotError};
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, HEAD_BYTES};
-use bcow_mount::{Access, HiddenName, LoopDevice};
+use bcow_mount::{Access, Freezer, HiddenName, LoopDevice};
 use bcow_union::errors::ErrorLog;
 use bcow_union::log::{self, Severity};
 use parking_lot::Mutex;
@@ -468,7 +467,7 @@ impl DiskSnapshots {
         &self,
         name: &str,
         note: &str,
-        freezer: impl FnOnce(&Path, &str) -> Command,
+        freezer: impl FnOnce(&Path, &str) -> io::Result<Freezer>,
         new_ledger: impl FnOnce() -> io::Result<(OwnedFd, Arc<Ledger>)>,
         is_replaced: impl FnOnce(&DiskFiles),
     ) -> Result<PathBuf, MountError> {
@@ -506,7 +505,7 @@ impl DiskSnapshots {
     pub fn copy(
         &self,
         name: &str,
-        freezer: impl FnOnce(&Path, &str) -> Command,
+        freezer: impl FnOnce(&Path, &str) -> io::Result<Freezer>,
     ) -> Result<PathBuf, MountError> {
         let _files = self.files.0.lock();
         let disk = self.disk()?;
@@ -530,13 +529,14 @@ impl DiskSnapshots {
 
     fn while_frozen(
         &self,
-        freezer: impl FnOnce(&Path, &str) -> Command,
+        freezer: impl FnOnce(&Path, &str) -> io::Result<Freezer>,
         take: impl FnOnce() -> Result<PathBuf, SnapshotError>,
     ) -> Result<PathBuf, MountError> {
         self.require_space()?;
         let place = &self.mount.place;
-        let command = freezer(&place.target, place.device.as_deref().unwrap_or_default());
-        let taken = bcow_mount::while_frozen(&place.target, command, take);
+        let freezer = freezer(&place.target, place.device.as_deref().unwrap_or_default());
+        let taken =
+            freezer.and_then(|freezer| bcow_mount::while_frozen(&place.target, freezer, take));
         let failed = MountError::process("freeze its file system");
         taken.map_err(failed)?.map_err(MountError::Snapshot)
     }

@@ -6,12 +6,11 @@
 //! daemon is dead; and it cannot tell its own mount from another one.
 
 use std::ffi::CString;
-use std::io::{self, Read};
+use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -19,7 +18,8 @@ use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use crate::error::MountError;
-use crate::helper::{HELPER, helper_message};
+use crate::fusermount::HELPER;
+use crate::helper::{self, helper_message};
 use crate::mountinfo::{self, Driver, FS_TYPE, MountEntry};
 use crate::options::{Access, MountOptions, Permissions};
 use crate::unmount::{Unmounted, WhenBusy, unmount, unmount_places};
@@ -177,30 +177,16 @@ fn mount_directly(target: &Path, options: &MountOptions) -> Result<Option<OwnedF
 /// socket. The socket is the helper's standard input, so that no descriptor has to be inheritable.
 fn mount_by_helper(target: &Path, options: &MountOptions) -> Result<OwnedFd, MountError> {
     let (ours, theirs) = UnixStream::pair().map_err(MountError::process("make a socket pair"))?;
-    let mut helper = Command::new(HELPER)
-        .arg("-o")
-        .arg(options.for_helper()?)
-        .arg("--")
-        .arg(target)
-        .env("_FUSE_COMMFD", "0")
-        .stdin(OwnedFd::from(theirs))
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(MountError::NoHelper)?;
-    // The helper's end of the socket closes when the helper ends, so this returns a descriptor or
-    // the end of the stream.
-    let received = receive_descriptor(&ours);
-    let mut message = String::new();
-    if let Some(mut stderr) = helper.stderr.take() {
-        let _ = stderr.read_to_string(&mut message);
-    }
-    let status = helper.wait();
-    match (received, status) {
-        (Ok(Some(device)), Ok(status)) if status.success() => Ok(device),
+    let options = options.for_helper()?;
+    let arguments = ["-o".as_ref(), &*options, "--".as_ref(), target.as_os_str()];
+    let ended = helper::run(&arguments, Some(theirs.into()))?;
+    // The helper's end of the socket is closed, so this returns a descriptor or the end of the
+    // stream.
+    match receive_descriptor(&ours) {
+        Ok(Some(device)) if ended.is_success => Ok(device),
         _ => Err(MountError::Helper {
             path: target.to_owned(),
-            message: helper_message(&message),
+            message: helper_message(&ended.message),
         }),
     }
 }

@@ -4,11 +4,10 @@
 //! It has the rights of the user, and reads only the device number of the mount and single bytes.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-use rustix::fs::{Mode, OFlags};
-
+use crate::fork::{fork, keep_only};
 use crate::mountinfo::{self, FS_TYPE};
 use crate::unmount::{Unmounted, unmount_places};
 
@@ -21,22 +20,11 @@ impl UnmountProcess {
     /// have.
     pub fn start() -> io::Result<Self> {
         let (own, of_process) = UnixStream::pair()?;
-        // SAFETY: the process has one thread, so the new process is a complete copy of it.
-        #[allow(unsafe_code)]
-        match unsafe { libc::fork() } {
-            -1 => Err(io::Error::last_os_error()),
-            0 => {
-                drop(own);
-                let _ = serve(&of_process);
-                // Not `exit`, which would write what the caller has left in buffers.
-                // SAFETY: the call takes an integer.
-                #[allow(unsafe_code)]
-                unsafe {
-                    libc::_exit(0)
-                }
-            }
-            _ => Ok(UnmountProcess(own)),
-        }
+        let serve = || {
+            let kept = keep_only(&[of_process.as_raw_fd()], c"bcow-umount");
+            let _ = kept.and_then(|()| serve(&of_process));
+        };
+        fork(serve).map(|_| UnmountProcess(own))
     }
 
     /// Names the mount. Only the first name counts.
@@ -59,7 +47,6 @@ impl UnmountProcess {
 /// Unmounts when the other process asks for it. Ends with that process, or when the mount is gone:
 /// another mount can get its device number then.
 fn serve(socket: &UnixStream) -> io::Result<()> {
-    keep_only(socket)?;
     let mut requests = BufReader::new(socket);
     let mut device = String::new();
     requests.read_line(&mut device)?;
@@ -76,28 +63,5 @@ fn serve(socket: &UnixStream) -> io::Result<()> {
             break;
         }
     }
-    Ok(())
-}
-
-/// Closes all descriptors but the socket: others wait for the end of pipes.
-fn keep_only(socket: &UnixStream) -> io::Result<()> {
-    let _ = rustix::thread::set_name(c"bcow-umount");
-    rustix::process::chdir("/")?;
-    let null = rustix::fs::open("/dev/null", OFlags::RDWR, Mode::empty())?;
-    rustix::stdio::dup2_stdin(null.as_fd())?;
-    rustix::stdio::dup2_stdout(null.as_fd())?;
-    rustix::stdio::dup2_stderr(null.as_fd())?;
-    let kept = socket.as_raw_fd();
-    for (first, last) in [(3, kept - 1), (kept + 1, i32::MAX)] {
-        // SAFETY: the call takes integers. This process uses none of these descriptors any more,
-        // and drops no object that owns one.
-        #[allow(unsafe_code)]
-        let closed = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
-        if first <= last && closed != 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    // It is closed already.
-    std::mem::forget(null);
     Ok(())
 }

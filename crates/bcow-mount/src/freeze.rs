@@ -7,41 +7,74 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command};
 
 use rustix::io::Errno;
 
 use crate::apart::run_apart;
 use crate::ioctl;
 
-/// What the other process writes when the file system is frozen. Otherwise it writes the error.
+/// What the other process writes when the file system is frozen, and when it is thawed again.
+/// Otherwise it writes the error.
 const FROZEN: &str = "frozen";
+const THAWED: &str = "thawed";
+
+/// A process that runs [`hold_frozen`].
+#[derive(Debug)]
+pub struct Freezer {
+    /// Its standard input and output.
+    connection: UnixStream,
+    child: Option<Child>,
+}
+
+impl Freezer {
+    /// Starts `command`.
+    pub fn start(mut command: Command) -> io::Result<Self> {
+        let (connection, theirs) = UnixStream::pair()?;
+        let theirs = OwnedFd::from(theirs);
+        let command = command.stdin(theirs.try_clone()?).stdout(theirs);
+        // A signal of the terminal is not for it.
+        let child = Some(command.process_group(0).spawn()?);
+        Ok(Freezer { connection, child })
+    }
+}
+
+/// Of a process that is no child of this one.
+impl From<UnixStream> for Freezer {
+    fn from(connection: UnixStream) -> Self {
+        Freezer {
+            connection,
+            child: None,
+        }
+    }
+}
 
 /// Runs `work` while the file system at `target` is frozen: all that programs have written is on
-/// its device, without a log to replay, and writers wait. `command` starts a process that runs
-/// [`hold_frozen`].
-pub fn while_frozen<T>(
-    target: &Path,
-    mut command: Command,
-    work: impl FnOnce() -> T,
-) -> io::Result<T> {
-    let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
-    // A signal of the terminal is not for it.
-    let mut child = command.process_group(0).spawn()?;
-    let mut line = String::new();
-    if let Some(stdout) = child.stdout.take() {
-        BufReader::new(stdout).read_line(&mut line)?;
-    }
-    let result = match line.trim_end() {
+/// its device, without a log to replay, and writers wait.
+pub fn while_frozen<T>(target: &Path, freezer: Freezer, work: impl FnOnce() -> T) -> io::Result<T> {
+    let mut answers = BufReader::new(&freezer.connection);
+    let mut answer = || {
+        let mut line = String::new();
+        answers
+            .read_line(&mut line)
+            .map(|_| line.trim_end().to_owned())
+    };
+    let result = match &*answer()? {
         FROZEN => Ok(work()),
         error => Err(io::Error::other(error.to_owned())),
     };
-    // Its end of the pipe shows that.
-    drop(child.stdin.take());
-    let is_thawed = child.wait().is_ok_and(|status| status.success());
+    // It reads the end of its input. If it has ended, there is nothing to shut down.
+    let _ = freezer.connection.shutdown(Shutdown::Write);
+    let is_thawed = answer().is_ok_and(|line| line == THAWED);
+    if let Some(mut child) = freezer.child {
+        let _ = child.wait();
+    }
     if result.is_ok() && !is_thawed {
         tracing::warn!("the process that froze {} was killed", target.display());
         run_apart(|| File::open(target).is_ok_and(|directory| ioctl::thaw(directory).is_ok()));
@@ -50,19 +83,23 @@ pub fn while_frozen<T>(
 }
 
 /// In a process of its own: freezes the file system at `target`, with the device number `device`,
-/// writes a line, and thaws it at the end of standard input. A file system that another program has
-/// frozen stays frozen.
-pub fn hold_frozen(target: &Path, device: &str) -> io::Result<()> {
-    let mut out = io::stdout();
+/// writes a line, and thaws it at the end of `input`. A file system that another program has frozen
+/// stays frozen.
+pub fn hold_frozen(
+    target: &Path,
+    device: &str,
+    mut input: impl Read,
+    mut output: impl Write,
+) -> io::Result<()> {
     let frozen = open(target, device).and_then(freeze);
     match &frozen {
-        Ok(_) => writeln!(out, "{FROZEN}")?,
-        Err(error) => writeln!(out, "{error}")?,
+        Ok(_) => writeln!(output, "{FROZEN}")?,
+        Err(error) => writeln!(output, "{error}")?,
     }
     let frozen = frozen?;
-    io::stdin().read_to_end(&mut Vec::new())?;
+    input.read_to_end(&mut Vec::new())?;
     drop(frozen);
-    Ok(())
+    writeln!(output, "{THAWED}")
 }
 
 /// Opens the root of the file system.

@@ -23,6 +23,7 @@ use bcow_images::running::LOCK_IN_UPPER;
 use bcow_images::upper::{cannot_use, note};
 use bcow_union::log::{self, Severity};
 
+use bcow_mount::Freezer;
 pub use bcow_mount::hold_frozen;
 
 use crate::disk_ledger::new_ledger;
@@ -253,12 +254,15 @@ impl<F> KernelMount<F> {
     }
 }
 
-/// Another process of this program, which freezes the file system at `target`.
-fn freezer(target: &Path, device: &str) -> Command {
+/// Another process, which freezes the file system at `target`.
+fn freezer(target: &Path, device: &str) -> io::Result<Freezer> {
+    if let Some(connection) = bcow_fuse::starter::start_freezer(target, device) {
+        return connection.map(Freezer::from);
+    }
     let mut command = Command::new("/proc/self/exe");
     let arguments = ["snapshot", "--freeze", "--"];
     command.args(arguments).arg(target).arg(device);
-    command
+    Freezer::start(command)
 }
 
 /// A mount with the FUSE driver.

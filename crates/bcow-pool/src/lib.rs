@@ -4,10 +4,10 @@
 //! lines on that socket, and [`client`] sends requests: [`client::mount`] asks for a mount, by its
 //! command line. [`start::run`] makes a pool, and [`restart()`] replaces its process.
 //!
-//! A pool has two processes. The supervisor starts the process that serves the mounts, holds what
-//! the next process needs to take them over, and starts that process when the first has ended. If
-//! mounts share files, the serving process starts a third one, the opener. All are this program
-//! again, so it must call [`start::run`] for the arguments `pool start ...`.
+//! The supervisor of a pool starts the process that serves the mounts, holds what the next process
+//! needs to take them over, and starts that process when the first has ended. It is this program
+//! again, so the program must call [`start::run`] for the arguments `pool start ...`. The serving
+//! process is in a sandbox, and has a starter. If mounts share files, that starts the opener.
 //!
 //! ```
 //! use bcow_pool::protocol::{Request, decode_request, encode_request};

@@ -8,20 +8,18 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bcow_fuse::shared::Workers;
+use bcow_fuse::starter;
 use bcow_images::running;
 use bcow_mount::HiddenMount;
+use bcow_sandbox::{Attributes, CapabilitySet, Sandbox, SandboxError, When};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::link::{Link, MARK, Packet, Wait};
+use crate::link::{Link, Packet, Wait};
 
-/// Environment variable of an opener, beside [`MARK`].
-const OPENER: &str = "BCOW_POOL_OPENS_FILES";
 /// After this time without an answer, the process of the pool looks whether the opener has ended.
 const LOOKS_AFTER: Timespec = Timespec {
     tv_sec: 1,
@@ -30,12 +28,7 @@ const LOOKS_AFTER: Timespec = Timespec {
 
 /// An opener, which is started when it is needed.
 #[derive(Default)]
-pub struct Opener(Mutex<Option<Running>>);
-
-struct Running {
-    child: Child,
-    connection: Arc<Connection>,
-}
+pub struct Opener(Mutex<Option<Arc<Connection>>>);
 
 /// The socket to an opener, and the number of its process.
 struct Connection {
@@ -68,24 +61,19 @@ impl Opener {
         let is_new = running.is_none();
         let running = match &mut *running {
             Some(running) => running,
-            none => none.insert(start()?),
+            none => none.insert(Arc::new(start()?)),
         };
-        Ok((Arc::clone(&running.connection), is_new))
+        Ok((Arc::clone(running), is_new))
     }
 
-    fn running(&self) -> MutexGuard<'_, Option<Running>> {
+    fn running(&self) -> MutexGuard<'_, Option<Arc<Connection>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends an opener, if it is still in use.
+    /// Ends the use of an opener. The next one that is started kills it.
     fn end(&self, connection: &Arc<Connection>) {
-        let is_it = |running: &mut Running| Arc::ptr_eq(&running.connection, connection);
-        let running = self.running().take_if(is_it);
-        if let Some(Running { mut child, .. }) = running {
-            let _ = child.kill();
-            // One of its threads can wait for a server.
-            let _ = std::thread::Builder::new().spawn(move || child.wait());
-        }
+        self.running()
+            .take_if(|running| Arc::ptr_eq(running, connection));
     }
 }
 
@@ -105,24 +93,10 @@ impl From<Problem> for io::Error {
     }
 }
 
-fn start() -> io::Result<Running> {
+fn start() -> io::Result<Connection> {
     let (link, theirs) = Link::pair()?;
-    let mut arguments = std::env::args_os();
-    // Its file may be gone.
-    let mut command = Command::new("/proc/self/exe");
-    if let Some(name) = arguments.next() {
-        command.arg0(name);
-    }
-    let child = command
-        .args(arguments)
-        .env(MARK, "1")
-        .env(OPENER, "1")
-        .stdin(OwnedFd::from(theirs))
-        .stdout(Stdio::null())
-        .spawn()?;
-    let opener = child.id();
-    let connection = Arc::new(Connection { link, opener });
-    Ok(Running { child, connection })
+    let opener = starter::start_companion(theirs.into())?;
+    Ok(Connection { link, opener })
 }
 
 /// Each request has a socket of its own for the answer, so an answer that takes long delays no
@@ -167,15 +141,24 @@ fn wait_for(answer: &Link, opener: u32) -> io::Result<()> {
     }
 }
 
-/// Whether this process is an opener.
-pub fn is_opener() -> bool {
-    std::env::var_os(OPENER).is_some()
+/// In the process of an opener: serves it, in a sandbox.
+pub fn run(link: &Link, sandbox: When) {
+    // The process of the pool sees the end of an opener, and logs what that prevents.
+    let _ = confine(sandbox)
+        .map_err(io::Error::other)
+        .and_then(|()| serve(link));
+}
+
+/// Gives up everything: to open a file as a backing, a path below a descriptor is enough.
+fn confine(when: When) -> Result<(), SandboxError> {
+    let mut sandbox = Sandbox::begin(when, Attributes::Refused)?;
+    sandbox.confine(&[], CapabilitySet::empty())?;
+    sandbox.finish_but_messages(Attributes::Refused)
 }
 
 /// Opens files until the process of the pool has ended. An image whose files wait for a server does
 /// not delay the others.
-pub fn serve(link: &Link) -> io::Result<()> {
-    let _ = rustix::thread::set_name(c"bcow-opener");
+fn serve(link: &Link) -> io::Result<()> {
     let mut workers: HashMap<String, Arc<Workers>> = HashMap::new();
     while let Some((packet, descriptors)) = link.receive(Wait::Yes)? {
         let (Packet::Open { name }, Ok([hidden, answer])) =
@@ -222,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_killed_opener_is_an_error_although_a_thread_of_it_waits() {
-        let mut ended = Command::new("true").spawn().unwrap();
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
         // The thread has this socket open.
         let (connection, _other) = connected(ended.id());
         let root = std::fs::File::open("/").unwrap();

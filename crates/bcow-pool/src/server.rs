@@ -58,6 +58,8 @@ pub struct Pool {
     name: PoolName,
     /// Threads that answer the requests of one mount.
     threads: Option<usize>,
+    /// The parts of the sandbox that are in force.
+    sandbox: Vec<String>,
     /// Start time of the pool in seconds since 1970.
     since: u64,
     /// The processes that the pool had before.
@@ -126,6 +128,7 @@ impl Pool {
         threads: Option<usize>,
         given: &Given,
         link: Link,
+        sandbox: Vec<String>,
     ) -> io::Result<Self> {
         let files = if given.keeps_shared {
             let keeper = FilesKeeper {
@@ -140,6 +143,7 @@ impl Pool {
         Ok(Pool {
             name,
             threads,
+            sandbox,
             since: given.since,
             restarts: given.restarts,
             supervisor: given.supervisor,
@@ -465,6 +469,7 @@ impl Pool {
             pid: std::process::id(),
             since_unix_seconds: self.since,
             restarts: self.restarts,
+            sandbox: self.sandbox.clone(),
             mounts: mounts.collect(),
             memory: memory(),
             cache: self.cache.figures(),
@@ -614,10 +619,12 @@ impl<'a> MountInProgress<'a> {
         let Mounted {
             session,
             stats,
-            service,
+            mut service,
             fetching,
             ..
         } = mounted;
+        stats.set_sandbox(self.0.sandbox.clone());
+        service.sandbox.clone_from(&self.0.sandbox);
         let name = "cannot serve the mount";
         let unmounter = session.unmounter();
         // Before the lock: this can wait for a snapshot.

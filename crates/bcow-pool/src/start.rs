@@ -10,13 +10,15 @@ use std::sync::Arc;
 use bcow_fuse::daemon::{self, Readiness};
 use bcow_fuse::session::abort_on_panic;
 use bcow_fuse::signals::{Ground, Signals};
+use bcow_fuse::starter;
 use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::image::Messages;
-use bcow_images::{remote, size};
+use bcow_images::{remote, sandbox, size};
 use bcow_mounts::cpus::{self, Cpus};
 use bcow_mounts::metrics;
 use bcow_mounts::mount::{in_background, log_to};
 use bcow_mounts::{PoolName, failure, heap, limits};
+use bcow_sandbox::{Sandbox, Service, When};
 
 use crate::client::{self, PoolAtSocket};
 use crate::directory::Directory;
@@ -53,17 +55,22 @@ pub struct StartArgs {
     /// unix:PATH. Every client that can connect to a TCP address can read the metrics
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<String>,
+    /// Whether the process with the mounts gives up the rights that it never needs: as far as the
+    /// kernel supports that (auto), completely or with an error (require), or not (off)
+    #[arg(
+        long,
+        value_name = "WHEN",
+        default_value = "auto",
+        hide_possible_values = true
+    )]
+    #[arg(hide_short_help = true)]
+    sandbox: When,
 }
 
 /// Starts the pool; returns when it takes requests, or in the foreground when it has ended.
 pub fn run(args: &StartArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     if let Some(link) = Link::of_this_process() {
-        return if opener::is_opener() {
-            let served = opener::serve(&link).context(|| "cannot open files".to_owned());
-            served.map(|()| exit::DONE)
-        } else {
-            serve(args, link).map(|()| exit::DONE)
-        };
+        return serve(args, link).map(|()| exit::DONE);
     }
     let readiness = if args.foreground {
         None
@@ -124,6 +131,10 @@ fn serve(args: &StartArgs, link: Link) -> Result<(), CommandError> {
     // The supervisor passes on the signals of its terminal.
     let _ = rustix::process::setsid();
     let _ = rustix::thread::set_name(c"bcow");
+    let sandbox = args.sandbox;
+    // Before this process has the files of mounts.
+    starter::start(move |socket| opener::run(&socket.into(), sandbox))
+        .map_err(|error| failure(&error))?;
     heap::use_one_arena();
     heap::map_large_buffers();
     abort_on_panic();
@@ -150,9 +161,18 @@ fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), Command
     }
     // Before other threads exist.
     serve_writeback();
+    let sandbox = Sandbox::of_service(args.sandbox, Service::Mounts).context(sandbox::cannot)?;
     remote::share_clients();
     let threads = args.threads.map(usize::from);
-    let pool = Pool::new(args.name.clone(), args.memory, threads, &given, link);
+    let sandbox = sandbox.in_force();
+    let pool = Pool::new(
+        args.name.clone(),
+        args.memory,
+        threads,
+        &given,
+        link,
+        sandbox,
+    );
     let pool = Arc::new(pool.context(cannot)?);
     pool.watch_rest();
     pool.unmount_at_signals(signals).context(cannot)?;

@@ -18,6 +18,9 @@ pub struct Document {
     /// The processes that the pool had before.
     #[serde(default)]
     pub restarts: u64,
+    /// The parts of the sandbox of the process.
+    #[serde(default)]
+    pub sandbox: Vec<String>,
     pub memory: Memory,
     /// The cache of decoded blocks of all mounts.
     pub cache: CacheFigures,

@@ -2,8 +2,8 @@
 //!
 //! [`tool`] runs it, [`registry`] has the options for images in registries, [`resolved`] reads what
 //! `bcow inspect --resolve --json` prints, and [`notify`] reports to systemd. [`program`] has the
-//! log and the exit status, [`metrics`] the page for Prometheus, and [`host`] the errors of files
-//! and directories.
+//! log and the exit status, [`sandbox`] the rights of the process, [`metrics`] the page for
+//! Prometheus, and [`host`] the errors of files and directories.
 //!
 //! ```no_run
 //! use bcow_tool::{Tool, resolved::Resolved};
@@ -25,6 +25,7 @@ pub mod notify;
 pub mod program;
 pub mod registry;
 pub mod resolved;
+pub mod sandbox;
 pub mod tool;
 
 pub use host::{At, HostError};

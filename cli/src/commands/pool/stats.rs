@@ -38,6 +38,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let threads = plural(document.threads, "thread");
     writeln!(out, "memory:      {resident}; {threads}")?;
     writeln!(out, "{}", cache_line(&document.cache))?;
+    let sandbox = &document.sandbox;
+    let parts = if sandbox.is_empty() { "off".to_owned() } else { sandbox.join(", ") };
+    writeln!(out, "sandbox:     {}", printable(&parts))?;
     writeln!(out, "requests:    {}", Count(document.requests))?;
     writeln!(out, "mounts:      {}", Count(document.mounts.len() as u64))?;
     if !document.mounts.is_empty() {

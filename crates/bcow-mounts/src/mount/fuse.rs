@@ -16,7 +16,7 @@ use bcow_images::running::{self, Service};
 
 use super::ahead::{self, Fetching};
 use super::host::{Host, UpperUse};
-use super::{owners, refuse_mounted, share, upper};
+use super::{owners, share, upper};
 use crate::args::MountArgs;
 use crate::error::failure;
 use bcow_images::image::Messages;
@@ -184,7 +184,6 @@ impl Opened {
         host: &Host<'_>,
         ui: &dyn Messages,
     ) -> Result<Mounted, CommandError> {
-        refuse_mounted(args.directory())?;
         let session = Session::mount(
             self.content,
             Arc::clone(&self.stats),

@@ -25,9 +25,9 @@ use bcow_mount::filesystem;
 use bcow_union::{DiskInstance, SyncPolicy};
 
 use super::ahead::{self, Fetching};
+use super::direct;
 use super::fuse::{Mounted, about, service};
 use super::host::Host;
-use super::{direct, refuse_mounted};
 use crate::args::{DriverChoice, MountArgs};
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::error::{because, failure, usage};
@@ -356,7 +356,6 @@ pub fn mount(
     options: &MountOptions,
     host: &Host<'_>,
 ) -> Result<Mounted, CommandError> {
-    refuse_mounted(args.directory())?;
     let grows_to = opened.grows_to;
     let cannot = |error: MountError| cannot_mount(args.image.shown(), &error);
     let start = |disk, stats, threads| {

@@ -106,10 +106,11 @@ const MAY_USE: [(&str, &[&str]); 25] = [
             "bcow-mount",
             "bcow-union",
             "bcow",
+            "bcow-sandbox",
         ],
     ),
     ("bcow-testkit", &["bcow"]),
-    ("bcow-tool", &["bcow-listen"]),
+    ("bcow-tool", &["bcow-listen", "bcow-sandbox"]),
     // They run the program `bcow`.
     ("bcow-snapshotter", &["bcow-tool"]),
     ("bcow-layer-store", &["bcow-tool"]),

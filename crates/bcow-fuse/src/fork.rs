@@ -1,0 +1,58 @@
+//! Copies of this process that do one thing with the rights of the user, for a process that enters
+//! a sandbox later.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsFd, RawFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::process::Pid;
+
+/// Starts a copy of this process, which does `work` and ends. The caller has one thread.
+pub fn fork(work: impl FnOnce()) -> io::Result<Pid> {
+    // SAFETY: the process has one thread, so the new process is a complete copy of it.
+    #[allow(unsafe_code)]
+    match unsafe { libc::fork() } {
+        0 => {
+            // A panic must not continue in the functions that have called this one.
+            let _ = catch_unwind(AssertUnwindSafe(work));
+            // Not `exit`, which would write what the caller has left in buffers.
+            // SAFETY: the call takes an integer.
+            #[allow(unsafe_code)]
+            unsafe {
+                libc::_exit(0)
+            }
+        }
+        -1 => Err(io::Error::last_os_error()),
+        pid => Pid::from_raw(pid).ok_or_else(|| Errno::CHILD.into()),
+    }
+}
+
+/// Gives the process a name, the root directory and /dev/null, and closes all descriptors but
+/// these: others wait for the end of pipes.
+pub fn keep_only(kept: &[RawFd], name: &CStr) -> io::Result<()> {
+    let _ = rustix::thread::set_name(name);
+    rustix::process::chdir("/")?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR, Mode::empty())?;
+    rustix::stdio::dup2_stdin(null.as_fd())?;
+    rustix::stdio::dup2_stdout(null.as_fd())?;
+    rustix::stdio::dup2_stderr(null.as_fd())?;
+    let mut kept = kept.to_vec();
+    kept.sort_unstable();
+    let mut first = 3;
+    for next in kept.into_iter().chain([i32::MAX]) {
+        // SAFETY: the call takes integers. This process uses none of these descriptors any more,
+        // and drops no object that owns one.
+        #[allow(unsafe_code)]
+        let closed = unsafe { libc::syscall(libc::SYS_close_range, first, next - 1, 0) };
+        if first < next && closed != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        first = next.saturating_add(1);
+    }
+    // It is closed already.
+    std::mem::forget(null);
+    Ok(())
+}
