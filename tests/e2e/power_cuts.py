@@ -659,7 +659,7 @@ class Recording:
         ends = range(len(self.changes) + 1)
         cuts = [(end, whole) for end in ends for whole in (True, False)]
         dice.shuffle(cuts)
-        # Half of the states are of the extreme kinds, as far as there are so many.
+        # At most half of the states are of the extreme kinds.
         cuts = cuts[:count // 2]
         seen = set()
         for attempt in range(4 * count):
