@@ -1,6 +1,7 @@
 //! Requests to a pool.
 
 use std::ffi::OsString;
+use std::fmt::Display;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -26,7 +27,9 @@ use crate::stats::Document;
 
 /// How long a pool may take to say hello.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Pause before the next attempt to connect.
+/// How long a request waits for the process that takes over at a restart.
+const RESTARTS_WITHIN: Duration = Duration::from_secs(60);
+/// Pause before the next attempt.
 const PAUSE: Duration = Duration::from_millis(5);
 /// How long the supervisor may take to end after the process of the pool.
 const SUPERVISOR_ENDS_WITHIN: Timespec = Timespec {
@@ -139,7 +142,20 @@ pub fn mount(name: &PoolName, args: &MountArgs, ui: &dyn Messages) -> Result<(),
         },
         view: View::own().context(cannot)?,
     };
-    require(name)?.ask(&request, ui).map(drop)
+    let deadline = Instant::now() + RESTARTS_WITHIN;
+    loop {
+        match require(name)?.ask_once(&request, ui)? {
+            None if Instant::now() < deadline => std::thread::sleep(PAUSE),
+            None => return Err(is_restarting(name)),
+            Some(_) => return Ok(()),
+        }
+    }
+}
+
+fn is_restarting(name: &impl Display) -> CommandError {
+    CommandError::new(format!("cannot use the pool {name}"))
+        .caused_by_text("it is restarting")
+        .passes_if(true)
 }
 
 /// The statistics of a pool.
@@ -223,6 +239,16 @@ pub fn require(name: &PoolName) -> Result<Connection, CommandError> {
 impl Connection {
     /// Sends a request, and waits for the answer. Shows the messages of the pool.
     pub fn ask(&mut self, request: &Request, ui: &dyn Messages) -> Result<Value, CommandError> {
+        let answer = self.ask_once(request, ui)?;
+        answer.ok_or_else(|| is_restarting(&self.hello.pool))
+    }
+
+    /// The same; `None` if nothing was done, because the pool is restarting.
+    fn ask_once(
+        &mut self,
+        request: &Request,
+        ui: &dyn Messages,
+    ) -> Result<Option<Value>, CommandError> {
         let cannot = || format!("cannot use the pool {}", self.hello.pool);
         let line = protocol::encode_request(request).context(cannot)?;
         if line.len() > protocol::MAX_REQUEST_BYTES {
@@ -247,7 +273,8 @@ impl Connection {
             message.show(ui);
         }
         match answer.result {
-            Outcome::Done(value) => Ok(value),
+            Outcome::Done(value) => Ok(Some(value)),
+            Outcome::Again => Ok(None),
             Outcome::Failed(error) => {
                 let exit = error.exit().max(exit::FAILED);
                 Err(error.exit_with(exit))

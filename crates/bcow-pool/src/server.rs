@@ -395,7 +395,7 @@ impl Pool {
     /// Unmounts a mount that no user knows of.
     fn unmount(self: &Arc<Self>, number: u64) {
         // A restart waits for this: see `PoolState::is_leaving`.
-        let Ok(_unmounting) = MountInProgress::new(self) else {
+        let Ok(Some(_unmounting)) = MountInProgress::new(self) else {
             return;
         };
         let unmounter = {
@@ -579,20 +579,21 @@ impl PoolState {
 struct MountInProgress<'a>(&'a Arc<Pool>);
 
 impl<'a> MountInProgress<'a> {
-    fn new(pool: &'a Arc<Pool>) -> Result<Self, CommandError> {
+    /// `None` while the pool is restarting.
+    fn new(pool: &'a Arc<Pool>) -> Result<Option<Self>, CommandError> {
         let mut state = pool.state();
         let cannot = || CommandError::new(format!("cannot use the pool {}", pool.name));
         if state.is_ending {
             return Err(cannot().caused_by_text("it is ending"));
         }
         if state.is_restarting {
-            return Err(cannot().caused_by_text("it is restarting"));
+            return Ok(None);
         }
         if state.mounts.len() + state.in_progress >= MAX_MOUNTS {
             return Err(cannot().caused_by_text(format!("it has {MAX_MOUNTS} mounts")));
         }
         state.in_progress += 1;
-        Ok(MountInProgress(pool))
+        Ok(Some(MountInProgress(pool)))
     }
 
     /// For a mount that the process before has served. A pool that is ending takes it over too, to
@@ -741,7 +742,7 @@ impl Client {
         let messages = Collected::default();
         let result = match self.answer(connection, &messages) {
             Ok(None) => return,
-            Ok(Some(done)) => Outcome::Done(done),
+            Ok(Some(outcome)) => outcome,
             Err(error) => Outcome::Failed(error),
         };
         let messages = messages.0.into_inner();
@@ -768,7 +769,7 @@ impl Client {
         &self,
         connection: &UnixStream,
         ui: &dyn Messages,
-    ) -> Result<Option<Done>, CommandError> {
+    ) -> Result<Option<Outcome<Done>>, CommandError> {
         let name = &self.pool.name;
         let cannot = || CommandError::new(format!("cannot use the pool {name}"));
         if self.is_one_too_many {
@@ -791,7 +792,7 @@ impl Client {
             )));
         }
         log_request(&request, peer.pid);
-        Ok(Some(match request {
+        Ok(Some(Outcome::Done(match request {
             Request::Stats => Done::Statistics(Box::new(self.pool.statistics())),
             Request::Stop { force } => Done::Stopped {
                 in_use: self.pool.stop(force)?,
@@ -809,13 +810,15 @@ impl Client {
                         .hint("start a pool in this namespace, or leave --pool out"));
                 }
                 // Before the directory, which can be inside a mount of the pool.
-                let mount = MountInProgress::new(&self.pool)?;
+                let Some(mount) = MountInProgress::new(&self.pool)? else {
+                    return Ok(Some(Outcome::Again));
+                };
                 let place = OwnDirectory::enter(asked.directory.clone(), Some(peer.pid))?;
                 let number = self.pool.mount(mount, asked, ui)?;
                 drop(place);
                 Done::Mounted { number }
             }
-        }))
+        })))
     }
 }
 

@@ -385,7 +385,7 @@ impl fuser::Filesystem for Writable {
         let request = request_id(request);
         let removed = self
             .fs
-            .with_room(|fs| request.removed(fs.unlink(id(parent), name.as_bytes()), Errno::NOENT));
+            .with_room(|fs| fs.unlink_requested(request, id(parent), name.as_bytes()));
         reply::empty(removed, reply);
     }
 

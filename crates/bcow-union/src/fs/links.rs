@@ -27,6 +27,7 @@ use rustix::io::Errno;
 use super::UnionFs;
 use super::lookup::Access;
 use super::nodes::{Node, NodeState};
+use crate::node::NodeId;
 use crate::upper::{Mark, NlinkDelta};
 
 /// A change of links or names in progress. It holds the lock of the node's state.
@@ -35,6 +36,8 @@ pub(super) struct Recount<'n> {
     pub(super) file: Arc<File>,
     /// Number of names before the change.
     names: i64,
+    /// The record of the change in the ledger.
+    begun: Option<u64>,
 }
 
 impl UnionFs {
@@ -110,7 +113,41 @@ impl UnionFs {
             _state: state,
             file,
             names,
+            begun: None,
         }))
+    }
+
+    /// As [`UnionFs::begin_recount`], for the request with this number, which removes a name. If
+    /// the process ends during the step, [`UnionFs::finish_removal`] completes it.
+    pub(super) fn begin_removal<'n>(
+        &self,
+        number: u64,
+        node: &'n Node,
+    ) -> Result<Option<Recount<'n>>, Errno> {
+        let recount = self.begin_recount(node)?;
+        Ok(recount.map(|recount| Recount {
+            begun: self.ledger.as_ref().map(|ledger| ledger.begin_change(number, node.id.0)),
+            ..recount
+        }))
+    }
+
+    /// Corrects the number of names of a file, one of which the request with this number has
+    /// removed in a process that ended in the middle of the step.
+    pub(super) fn finish_removal(&self, number: u64) -> Result<(), Errno> {
+        let Some(&id) = self.begun.get(&number) else { return Ok(()) };
+        // Unknown if it had only this name.
+        let Ok(node) = self.node(NodeId(id)) else { return Ok(()) };
+        let mut state = node.write_state();
+        let Some(lower) = node.lower.filter(|_| state.is_indexed()) else {
+            return Ok(());
+        };
+        let file = self.open_upper_locked(&node, &mut state, Access::Path)?;
+        if let Some(NlinkDelta::Lower(_)) = self.read_marks(&file)?.nlink {
+            let names = self.count_names(Some(lower), &file)? - 1;
+            self.set_names_upper(&file, names)?;
+            self.measure(&*file);
+        }
+        Ok(())
     }
 
     /// Ends the step, done or failed: the file has `lost` names fewer than before.
@@ -122,6 +159,9 @@ impl UnionFs {
             self.host_failed(b"", "cannot write the nlink mark", errno);
         }
         self.measure(&*recount.file);
+        if let (Some(begun), Some(ledger)) = (recount.begun, &self.ledger) {
+            ledger.end_change(begun);
+        }
     }
 }
 

@@ -123,9 +123,8 @@ pub struct UnionFs {
     /// Nodes that the kernel forgot, with partial files that have changes which no flush has
     /// recorded. The lock is held only to add or to take nodes. Always empty without a ledger.
     unrecorded: Mutex<Vec<Arc<Node>>>,
-    /// The exchanges of names that processes before executed, or were about to: see
-    /// [`crate::ledger::Inherited::exchanges`].
-    exchanges: BTreeMap<u64, u64>,
+    /// The changes of names that processes before had begun: nodes by the numbers of requests.
+    begun: BTreeMap<u64, u64>,
     /// Files that the kernel uses instead of nodes.
     backings: backings::Backings,
     /// The lock is held only to add or to take nodes.
@@ -221,7 +220,7 @@ impl UnionFs {
             background: Arc::default(),
             ledger,
             unrecorded: Mutex::default(),
-            exchanges: BTreeMap::new(),
+            begun: BTreeMap::new(),
             backings: backings::Backings::default(),
             awaited_opens: Mutex::default(),
         });

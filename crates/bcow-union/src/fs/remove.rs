@@ -19,6 +19,16 @@ use crate::node::NodeId;
 impl UnionFs {
     /// Removes a name of anything except a directory; `EISDIR` for those.
     pub fn unlink(&self, parent: NodeId, name: &[u8]) -> Result<(), Errno> {
+        self.unlink_numbered(0, parent, name)
+    }
+
+    /// The same for the request with this number.
+    pub(super) fn unlink_numbered(
+        &self,
+        number: u64,
+        parent: NodeId,
+        name: &[u8],
+    ) -> Result<(), Errno> {
         let parent = self.node(parent)?;
         let node = self.find_existing(&parent, name)?;
         if node.is_directory() {
@@ -44,7 +54,7 @@ impl UnionFs {
         match (is_above, is_below) {
             (None, true) => {
                 // The host's link count does not change.
-                let recount = self.begin_recount(&node)?;
+                let recount = self.begin_removal(number, &node)?;
                 let hidden = self.upper.place_whiteout(directory.as_fd(), name, None);
                 self.end_recount(recount, i64::from(hidden.is_ok()));
                 self.measure(&*directory);

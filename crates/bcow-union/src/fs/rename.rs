@@ -89,7 +89,7 @@ impl UnionFs {
             (RenameMode::Exchange, Some(there)) => {
                 self.exchange(number, &from, &node, &to, &there)
             }
-            (_, there) => self.move_to(&from, &node, &to, there.as_ref()),
+            (_, there) => self.move_to(number, &from, &node, &to, there.as_ref()),
         }
     }
 
@@ -116,6 +116,7 @@ impl UnionFs {
 
     fn move_to(
         &self,
+        number: u64,
         from: &End<'_>,
         node: &Arc<Node>,
         to: &End<'_>,
@@ -161,7 +162,7 @@ impl UnionFs {
         };
         // The host's link count does not change when a name goes that exists only in the image.
         let recount = match there {
-            Some(there) if was_indexed_only => self.begin_recount(there)?,
+            Some(there) if was_indexed_only => self.begin_removal(number, there)?,
             _ => None,
         };
         let _placing = self.may_get(node, to);
@@ -225,7 +226,7 @@ impl UnionFs {
         self.hide_lower(there, from)?;
         let _placing = (self.may_get(node, to), self.may_get(there, from));
         if let Some(ledger) = &self.ledger {
-            ledger.exchanges(number, node.id.0);
+            ledger.begin_change(number, node.id.0);
         }
         rename(from, to, RenameFlags::EXCHANGE)?;
         from.parent.names_changed.change();

@@ -6,7 +6,8 @@
 //! directory until it gets the answer, and sends such a request only if it knows that the name does
 //! not exist (to create it) or exists (to remove it). So the present state of the name shows
 //! whether the request was executed. After an exchange, both names exist as before; so the ledger
-//! records which node had the first name.
+//! records which node had the first name. It also records a removal during which the number of
+//! names of a file is not exact.
 
 use std::sync::atomic::Ordering;
 
@@ -140,6 +141,19 @@ impl UnionFs {
         self.hold(&node)
     }
 
+    /// As [`UnionFs::unlink`], for a request that may have been executed before.
+    pub fn unlink_requested(
+        &self,
+        request: RequestId,
+        parent: NodeId,
+        name: &[u8],
+    ) -> Result<(), Errno> {
+        match self.unlink_numbered(request.number, parent, name) {
+            Err(Errno::NOENT) if request.is_resent => self.finish_removal(request.number),
+            other => other,
+        }
+    }
+
     /// As [`UnionFs::rename`], for a request that may have been executed before.
     pub fn rename_requested(
         &self,
@@ -151,7 +165,11 @@ impl UnionFs {
         if request.is_resent
             && self.has_renamed(request, parent, name, new_parent, new_name, how)?
         {
-            return Ok(());
+            // Of the file that was replaced.
+            return match how {
+                RenameMode::Exchange => Ok(()),
+                _ => self.finish_removal(request.number),
+            };
         }
         self.rename_numbered(request.number, (parent, name), (new_parent, new_name), how)
     }
@@ -170,7 +188,7 @@ impl UnionFs {
         let target = self.find(&new_parent, new_name)?;
         Ok(match (how, source, target) {
             (RenameMode::Exchange, Some(source), _) => {
-                let before = self.exchanges.get(&request.number);
+                let before = self.begun.get(&request.number);
                 before.is_some_and(|&before| source.id != NodeId(before))
             }
             (RenameMode::Exchange, None, _) => false,

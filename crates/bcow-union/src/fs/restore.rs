@@ -103,12 +103,12 @@ impl UnionFs {
         self.limit_descriptors();
         // The next process may get the same requests. The latest numbers come last, and stay.
         if let Some(ledger) = &self.ledger {
-            for (&number, &node) in &inherited.exchanges {
-                ledger.exchanges(number, node);
+            for (&number, &node) in &inherited.begun {
+                ledger.begin_change(number, node);
             }
         }
         match Arc::get_mut(self) {
-            Some(union) => union.exchanges = inherited.exchanges,
+            Some(union) => union.begun = inherited.begun,
             // No thread runs yet that could have a reference.
             None => return Err(Errno::BUSY),
         }

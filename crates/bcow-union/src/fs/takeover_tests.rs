@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::ops::{ControlFlow, Range};
+use std::os::fd::AsFd;
 
 use bcow_testkit::noise;
 use rustix::io::Errno;
@@ -579,7 +580,7 @@ fn exchanges_are_executed_once() {
                 recorded(expected[0], b"other");
                 recorded(expected[1], b"one");
                 let ledger = fixture.fs().ledger.as_ref().unwrap();
-                ledger.exchanges(number, expected[0].0);
+                ledger.begin_change(number, expected[0].0);
                 if moment == "moved" {
                     let (from, to) = (upper.join("one"), upper.join("other"));
                     let (flags, cwd) = (rustix::fs::RenameFlags::EXCHANGE, rustix::fs::CWD);
@@ -604,6 +605,37 @@ fn exchanges_are_executed_once() {
     }
 }
 
+/// The process ends when a name of the image is hidden, and before the file has the number of its
+/// names.
+#[test]
+fn removals_are_counted_once() {
+    let Some(mut fixture) = open() else { return };
+    let root = NodeId::ROOT;
+    let id = fixture.get("h2").node;
+    fixture.write(id, 0, b"changed");
+    assert_eq!(attributes(&fixture, id).nlink, 2);
+    {
+        let fs = fixture.fs();
+        let node = fs.node(id).unwrap();
+        drop(fs.begin_removal(RESENT.number, &node).unwrap());
+        let upper = fs::File::open(fixture.upper()).unwrap();
+        fs.upper.place_whiteout(upper.as_fd(), b"h1", None).unwrap();
+    }
+    // The first one is killed before it gets the request, the others before they answer it.
+    for round in 0..4 {
+        fixture.take_over();
+        if round > 0 {
+            fixture.fs().unlink_requested(RESENT, root, b"h1").unwrap();
+            assert_eq!(attributes(&fixture, id).nlink, 1);
+            assert_eq!(fixture.get("h2").nlink, 1);
+        }
+    }
+    let missing = fixture.fs().unlink_requested(FRESH, root, b"h1");
+    assert_eq!(missing, Err(Errno::NOENT));
+    fixture.fs().unlink(root, b"h2").unwrap();
+    assert_eq!(attributes(&fixture, id).nlink, 0);
+}
+
 /// Nothing is exchanged before the ledger has the request.
 #[test]
 fn exchanges_are_recorded_first() {
@@ -625,7 +657,7 @@ fn exchanges_are_recorded_first() {
     assert_eq!(exchange(&fixture, FRESH), Err(Errno::PERM));
     rustix::fs::ioctl_setflags(&held, flags).unwrap();
     fixture.take_over();
-    assert_eq!(fixture.fs().exchanges[&FRESH.number], one.0);
+    assert_eq!(fixture.fs().begun[&FRESH.number], one.0);
     exchange(&fixture, RESENT).unwrap();
     assert_eq!(fixture.get("directory/one").node, other);
 }

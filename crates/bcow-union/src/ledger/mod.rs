@@ -11,7 +11,7 @@
 //! the piece lies within a page.
 //!
 //! ```text
-//! 0       header: version, generation, whether the ledger is complete, exchanges of names
+//! 0       header: version, generation, whether the ledger is complete, begun changes of names
 //! 4096    two areas of changes of partial files, 32 bytes each
 //! ...     records of nodes and of backings: cells of 64 bytes; long names take further cells
 //! ```
@@ -51,11 +51,11 @@ const VERSION_AT: u64 = 8;
 const GENERATION_AT: u64 = 16;
 /// Not zero if a record could not be written.
 const BROKEN_AT: u64 = 24;
-const EXCHANGES_AT: u64 = 1024;
-/// The number of exchanges that are remembered: more than the kernel has in flight at a time.
-const EXCHANGES: u64 = 192;
-/// The number of the request, and the node with the first name.
-const EXCHANGE_BYTES: u64 = 16;
+const BEGUN_AT: u64 = 1024;
+/// The number of begun changes that are remembered: more than the kernel has in flight at a time.
+const BEGUN: u64 = 192;
+/// The number of the request, and the node.
+const BEGUN_BYTES: u64 = 16;
 const HEADER_BYTES: u64 = 4096;
 
 /// The ledger of a mount.
@@ -66,7 +66,7 @@ pub struct Ledger {
     generation: u64,
     cells: Mutex<Cells>,
     changes: Changes,
-    next_exchange: AtomicU64,
+    next_begun: AtomicU64,
     is_broken: AtomicBool,
 }
 
@@ -79,9 +79,8 @@ pub struct Inherited {
     pub nodes: Vec<NodeRecord>,
     /// The written bytes of partial files, by the number of the partial file.
     pub written: HashMap<u64, Vec<Range<u64>>>,
-    /// Requests to exchange two names that were executed or about to be, by their numbers, with
-    /// the node that had the first name.
-    pub exchanges: BTreeMap<u64, u64>,
+    /// See [`Ledger::begin_change`]: nodes by the numbers of requests.
+    pub begun: BTreeMap<u64, u64>,
     /// The files that the kernel reads instead of nodes.
     pub backings: Vec<BackingRecord>,
 }
@@ -104,7 +103,7 @@ impl Ledger {
             generation,
             cells: Mutex::new(Cells::new(changes::END)),
             changes: Changes::default(),
-            next_exchange: AtomicU64::new(0),
+            next_begun: AtomicU64::new(0),
             is_broken: AtomicBool::new(false),
         }))
     }
@@ -126,14 +125,14 @@ impl Ledger {
                 "the memory for the ledger of the mount was exhausted",
             ));
         }
-        let exchanges = (0..EXCHANGES).map(|index| EXCHANGES_AT + index * EXCHANGE_BYTES);
-        let exchanges = exchanges.map(|at| (word(at), word(at + 8)));
+        let begun = (0..BEGUN).map(|index| BEGUN_AT + index * BEGUN_BYTES);
+        let begun = begun.map(|at| (word(at), word(at + 8)));
         let (nodes, backings) = node::read_all(&file, changes::END)?;
         let mut inherited = Inherited {
             generation: word(GENERATION_AT),
             nodes,
             backings,
-            exchanges: exchanges.filter(|&(number, _)| number != 0).collect(),
+            begun: begun.filter(|&(number, _)| number != 0).collect(),
             ..Inherited::default()
         };
         for (partial, bytes) in changes::read_all(&file)? {
@@ -152,14 +151,21 @@ impl Ledger {
         self.generation
     }
 
-    /// Records that the request with this number is about to exchange two names, of which `node`
-    /// has the first.
-    pub fn exchanges(&self, number: u64, node: u64) {
-        let slot = self.next_exchange.fetch_add(1, Ordering::Relaxed) % EXCHANGES;
-        let mut record = [0; EXCHANGE_BYTES as usize];
+    /// Records that the request with this number is about to change a name, in a way that cannot be
+    /// seen in the upper afterwards: to exchange the name of `node` with another, or to remove a
+    /// name of `node` while the count of its names is not exact. Returns the place of the record.
+    pub fn begin_change(&self, number: u64, node: u64) -> u64 {
+        let at = self.next_begun.fetch_add(1, Ordering::Relaxed) % BEGUN * BEGUN_BYTES + BEGUN_AT;
+        let mut record = [0; BEGUN_BYTES as usize];
         record[..8].copy_from_slice(&number.to_le_bytes());
         record[8..].copy_from_slice(&node.to_le_bytes());
-        self.write(&record, EXCHANGES_AT + slot * EXCHANGE_BYTES);
+        self.write(&record, at);
+        at
+    }
+
+    /// Removes a record of [`Ledger::begin_change`]: the upper shows the result of the change.
+    pub fn end_change(&self, at: u64) {
+        self.write(&0_u64.to_le_bytes(), at);
     }
 
     /// Records that bytes of a partial file are at their place in the host's file, and that no

@@ -137,15 +137,17 @@ fn ranges_stay_until_all_partials_are_flushed() {
 }
 
 #[test]
-fn the_last_exchanges_are_remembered() {
+fn the_last_begun_changes_are_remembered() {
     let ledger = Ledger::new(0).unwrap();
-    for number in 1..=EXCHANGES + 2 {
-        ledger.exchanges(number, number + 1000);
+    let mut last = 0;
+    for number in 1..=BEGUN + 2 {
+        last = ledger.begin_change(number, number + 1000);
     }
-    let exchanges = read(&ledger).exchanges;
-    assert_eq!(exchanges.len() as u64, EXCHANGES);
-    assert!(!exchanges.contains_key(&2));
-    assert_eq!(exchanges[&3], 1003);
+    ledger.end_change(last);
+    let begun = read(&ledger).begun;
+    assert_eq!(begun.len() as u64, BEGUN - 1);
+    assert!(!begun.contains_key(&2) && !begun.contains_key(&(BEGUN + 2)));
+    assert_eq!(begun[&3], 1003);
 }
 
 #[test]
