@@ -413,9 +413,9 @@ fn limit_is_kept_and_space_comes_back() {
 #[test]
 fn statistics_are_for_people_and_for_programs() {
     let Some(place) = Place::new() else { return };
-    place
-        .0
-        .ok(&words("mount --upper=upper --sync=batch=8 --sandbox=off image.bcow mnt"));
+    place.0.ok(&words(
+        "mount --upper=upper --sync=batch=8 --sandbox=off image.bcow mnt",
+    ));
     let mut motd = fs::File::options()
         .append(true)
         .open(place.file("etc/motd"))

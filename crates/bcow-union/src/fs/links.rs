@@ -126,7 +126,10 @@ impl UnionFs {
     ) -> Result<Option<Recount<'n>>, Errno> {
         let recount = self.begin_recount(node)?;
         Ok(recount.map(|recount| Recount {
-            begun: self.ledger.as_ref().map(|ledger| ledger.begin_change(number, node.id.0)),
+            begun: self
+                .ledger
+                .as_ref()
+                .map(|ledger| ledger.begin_change(number, node.id.0)),
             ..recount
         }))
     }
@@ -134,9 +137,13 @@ impl UnionFs {
     /// Corrects the number of names of a file, one of which the request with this number has
     /// removed in a process that ended in the middle of the step.
     pub(super) fn finish_removal(&self, number: u64) -> Result<(), Errno> {
-        let Some(&id) = self.begun.get(&number) else { return Ok(()) };
+        let Some(&id) = self.begun.get(&number) else {
+            return Ok(());
+        };
         // Unknown if it had only this name.
-        let Ok(node) = self.node(NodeId(id)) else { return Ok(()) };
+        let Ok(node) = self.node(NodeId(id)) else {
+            return Ok(());
+        };
         let mut state = node.write_state();
         let Some(lower) = node.lower.filter(|_| state.is_indexed()) else {
             return Ok(());

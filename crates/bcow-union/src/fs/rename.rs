@@ -86,9 +86,7 @@ impl UnionFs {
             (RenameMode::NoReplace, Some(_)) => Err(Errno::EXIST),
             (RenameMode::Exchange, None) => Err(Errno::NOENT),
             (_, Some(there)) if there.id == node.id => Ok(()),
-            (RenameMode::Exchange, Some(there)) => {
-                self.exchange(number, &from, &node, &to, &there)
-            }
+            (RenameMode::Exchange, Some(there)) => self.exchange(number, &from, &node, &to, &there),
             (_, there) => self.move_to(number, &from, &node, &to, there.as_ref()),
         }
     }

@@ -560,9 +560,8 @@ fn exchanges_are_executed_once() {
     let [one, other] = ["one", "other"].map(|name| create(&fixture, directory, name));
     // The name that is exchanged need not be the one that is recorded.
     fixture.fs().link(one, root, b"link").unwrap();
-    let names = |fixture: &Fixture| {
-        ["directory/one", "directory/other"].map(|name| fixture.get(name).node)
-    };
+    let names =
+        |fixture: &Fixture| ["directory/one", "directory/other"].map(|name| fixture.get(name).node);
     let exchange = |fixture: &Fixture, request: RequestId| {
         let (one, other) = ((directory, &b"one"[..]), (directory, &b"other"[..]));
         let fs = fixture.fs();
