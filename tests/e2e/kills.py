@@ -79,7 +79,8 @@ class Kills:
             if victim == "pool":
                 os.kill(before["pid"], signal.SIGKILL)
             else:
-                bcow("pool", "restart", "p")
+                done = bcow("pool", "restart", "p", check=False)
+                self.assertEqual(done.code, 0, f"{done}\n{support.read_text(self.pool_log)}")
             support.until(lambda: (self.pool()["restarts"] or 0) > before["restarts"],
                           "another process takes over")
         support.until(lambda: self.ctr("snapshots", "--snapshotter", "bcow", "ls",

@@ -214,7 +214,7 @@ class Bcow(Foreground):
         return [program, "mount", "-f", image, self.where, "--upper", self.upper, *options]
 
     def unmount(self):
-        done = bcow("umount", self.where, user=self.user, timeout=60)
+        done = bcow("umount", self.where, user=self.user, timeout=300)
         # A mount namespace that was made meanwhile (for a container) keeps the mount until that
         # namespace ends.
         if done.err and b" continues: " not in done.err:

@@ -189,7 +189,7 @@ class Containers(WithMounts):
                    f"--volume={self.packages}:/mnt:ro", "--env=LC_ALL=C.UTF-8", "--rootfs", where,
                    "/bin/sh", "-ec", script]
         try:
-            return run(*command, timeout=300).out.decode()
+            return run(*command, timeout=900).out.decode()
         finally:
             subprocess.run(["umount", "-l", f"{home}/root/vfs"], stderr=subprocess.DEVNULL,
                            check=False)

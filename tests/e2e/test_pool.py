@@ -672,6 +672,27 @@ class Uppers(PoolCase):
                 self.assertEqual(statistics["errors"]["total"], 0)
                 self.assert_sound(where)
 
+    def test_an_upper_that_was_removed_while_no_process_served_it_is_not_lost(self):
+        """The program that takes over first unmounts and removes, as an engine could."""
+        self.bcow("pool", "stop", "pool")
+        program = self.start_of("program")
+        gone, self.upper = self.change(), os.path.join(self.pools, "other")
+        where = self.change()
+        os.remove(program)
+        # umount(8) would ask for the attributes of the mount, which nothing answers.
+        write_file(program, f"""#!/bin/sh
+{sys.executable} -c 'import ctypes; ctypes.CDLL(None).umount2(b"{gone}", 0)'
+rm -rf {os.path.join(self.pools, "upper")}
+exec {BCOW} "$@"
+""")
+        os.chmod(program, 0o755)
+        for step in (lambda: self.bcow("pool", "restart", "pool"), self.kill):
+            write_file(os.path.join(where, "new"), b"new")
+            step()
+            self.assertEqual([mount["at"] for mount in self.stats()["mounts"]], [where])
+            self.assertEqual(read_bytes(os.path.join(where, "new")), b"new")
+        self.assert_sound(where)
+
     def test_fsx_finds_no_error(self):
         need("fsx")
         where = self.change()

@@ -510,8 +510,9 @@ class Live(Snapshots):
         self.addCleanup(os.close, file)
         os.fsync(file)
         [pid] = set(self.processes())
+        # The first message asks the starter to freeze the file system.
         tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(pid), "-e",
-                                   "inject=sendmsg:signal=SIGKILL:when=1"])
+                                   "inject=sendmsg:signal=SIGKILL:when=2"])
         until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{pid}/status"), "strace")
         self.assertNotEqual(bcow("snapshot", self.where, "one", check=False).code, 0)
         tracer.wait(timeout=SECONDS)

@@ -119,7 +119,8 @@ class WithSnapshotter(support.Scratch):
         """A pool p, for this process and containerd."""
         self.enterContext(unittest.mock.patch.dict(
             os.environ, BCOW_POOLS=os.path.join(self.place, "pools")))
-        bcow("pool", "start", "p")
+        self.pool_log = os.path.join(self.place, "pool.log")
+        bcow("pool", "start", "--log-file", self.pool_log, "p")
         self.addCleanup(self.kill_pool)
 
     def kill_pool(self):

@@ -13,6 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType};
 
@@ -41,6 +42,13 @@ impl Handover {
     /// Unmounts a mount that no process serves. Programs that wait for answers get an error.
     pub fn unmount(self) -> Unmounted {
         Mount::of(self.target, self.device, self.connection).unmount()
+    }
+
+    /// Whether the mount has ended: the kernel has closed the connection.
+    pub fn has_ended(&self) -> bool {
+        let mut connection = [PollFd::new(&self.connection, PollFlags::empty())];
+        let polled = poll(&mut connection, Some(&Timespec::default()));
+        polled.is_ok() && connection[0].revents().contains(PollFlags::ERR)
     }
 }
 

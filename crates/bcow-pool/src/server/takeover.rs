@@ -197,6 +197,11 @@ impl Pool {
                 }
                 mount.arrive(number, mounted, Some(record))
             }
+            // It was unmounted while no process served it, and its upper was removed.
+            Err(_) if handover.has_ended() => {
+                self.release(number);
+                Ok(())
+            }
             Err(error) => {
                 handover.unmount();
                 Err(self.not_taken_over(&place, &error))
