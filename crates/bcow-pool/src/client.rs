@@ -146,15 +146,15 @@ pub fn mount(name: &PoolName, args: &MountArgs, ui: &dyn Messages) -> Result<(),
     loop {
         match require(name)?.ask_once(&request, ui)? {
             None if Instant::now() < deadline => std::thread::sleep(PAUSE),
-            None => return Err(is_restarting(name)),
+            None => return Err(is_ending(name)),
             Some(_) => return Ok(()),
         }
     }
 }
 
-fn is_restarting(name: &impl Display) -> CommandError {
+fn is_ending(name: &impl Display) -> CommandError {
     CommandError::new(format!("cannot use the pool {name}"))
-        .caused_by_text("it is restarting")
+        .caused_by_text("its process is ending")
         .passes_if(true)
 }
 
@@ -240,10 +240,10 @@ impl Connection {
     /// Sends a request, and waits for the answer. Shows the messages of the pool.
     pub fn ask(&mut self, request: &Request, ui: &dyn Messages) -> Result<Value, CommandError> {
         let answer = self.ask_once(request, ui)?;
-        answer.ok_or_else(|| is_restarting(&self.hello.pool))
+        answer.ok_or_else(|| is_ending(&self.hello.pool))
     }
 
-    /// The same; `None` if nothing was done, because the pool is restarting.
+    /// The same; `None` if nothing was done, because another process is about to take over.
     fn ask_once(
         &mut self,
         request: &Request,
@@ -257,17 +257,21 @@ impl Connection {
         // If the pool refuses this client, it closes the connection before it reads the request.
         // The answer says why.
         let sent = self.stream.write_all(&line);
-        let line = read_line(&self.stream, MAX_ANSWER_BYTES, None);
-        let line = line.map_err(|error| {
-            let cause = match (sent, error.kind()) {
-                (Err(error), _) => error,
-                (Ok(()), io::ErrorKind::UnexpectedEof) => {
-                    io::Error::other("its process ended during the request")
-                }
-                (Ok(()), _) => error,
-            };
-            CommandError::new(cannot()).caused_by(&cause)
-        })?;
+        let line = match (read_line(&self.stream, MAX_ANSWER_BYTES, None), sent) {
+            (Ok(line), _) => line,
+            // Its process has ended, and a part of the request was not read.
+            (Err(_), Err(error)) if is_closed(&error) => return Ok(None),
+            (Err(error), Ok(())) if error.kind() == io::ErrorKind::ConnectionReset => {
+                return Ok(None);
+            }
+            (Err(error), Ok(())) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                let cause = "its process ended during the request";
+                return Err(CommandError::new(cannot()).caused_by_text(cause));
+            }
+            (Err(_), Err(error)) | (Err(error), Ok(())) => {
+                return Err(CommandError::new(cannot()).caused_by(&error));
+            }
+        };
         let answer: Answer<Value> = serde_json::from_slice(&line).context(cannot)?;
         for message in &answer.messages {
             message.show(ui);
@@ -294,6 +298,11 @@ impl Connection {
         // Any error means that the other end is gone.
         while read_line(&self.stream, MAX_ANSWER_BYTES, None).is_ok() {}
     }
+}
+
+fn is_closed(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset};
+    matches!(error.kind(), BrokenPipe | ConnectionReset)
 }
 
 /// Waits until the supervisor has ended too, and the name of the pool is free.
