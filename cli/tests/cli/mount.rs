@@ -102,12 +102,12 @@ fn mounted_image_can_be_read_until_it_is_unmounted() {
 fn failed_mount_has_a_reason() {
     let Some(place) = Place::new() else { return };
     place.0.write("text", b"no image");
+    let mut shown: Vec<_> = ["missing.bcow", "mnt", "text"]
+        .map(|image| place.0.shown(&["mount", image, "mnt"]))
+        .into();
     place.0.ok(&["mount", "image.bcow", "mnt"]);
-    let shown: Vec<_> = [
-        &["mount", "missing.bcow", "mnt"][..],
-        &["mount", "mnt", "mnt"],
-        &["mount", "text", "mnt"],
-        &["mount", "image.bcow", "missing"],
+    let others = [
+        &["mount", "image.bcow", "missing"][..],
         &["mount", "image.bcow", "text"],
         &["mount", "image.bcow", "mnt"],
         &["mount", "-o", "ro,surprise", "image.bcow", "mnt"],
@@ -115,10 +115,8 @@ fn failed_mount_has_a_reason() {
         &["mount", "-o", "subtype=other", "image.bcow", "mnt"],
         &["mount", "-o", "fsname=", "image.bcow", "mnt"],
         &["mount", "--threads=0", "image.bcow", "mnt"],
-    ]
-    .into_iter()
-    .map(|args| place.0.shown(args))
-    .collect();
+    ];
+    shown.extend(others.iter().map(|args| place.0.shown(args)));
     snapshot!(shown.join("\n"));
 }
 
