@@ -5,6 +5,7 @@ not matter. Content that two mounts share is counted by the misses of the cache;
 requests empties its cache after ten seconds, so such a test tries again.
 """
 
+import concurrent.futures
 import contextlib
 import errno
 import json
@@ -601,6 +602,27 @@ class Restarts(PoolCase):
         self.read(stays)
         self.assertEqual([mount["at"] for mount in self.stats()["mounts"]],
                          [os.path.realpath(stays)])
+
+    @promise("A mount that is asked for during a restart begins when the new process is there")
+    def test_mounts_that_begin_during_a_restart_succeed(self):
+        self.start()
+        done = threading.Event()
+
+        def restart():
+            try:
+                for _ in range(5):
+                    self.restart()
+            finally:
+                done.set()
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            restarts = threads.submit(restart)
+            places = []
+            while not done.is_set() and len(places) < 200:
+                places.append(os.path.realpath(self.mount()))
+            restarts.result()
+        self.assertEqual(sorted(mount["at"] for mount in self.stats()["mounts"]), sorted(places))
+        for where in places:
+            self.read(where)
 
     @promise("If the serving process of a pool fails at once several times in a row, the pool "
              "unmounts")

@@ -137,8 +137,12 @@ class WithSnapshotter(support.Scratch):
     def image_and_upper(self, root):
         """The image of the mount at a directory, as arguments, and its upper."""
         device = os.stat(root).st_dev
-        [found] = [service for service in self.services()
-                   if device in [os.stat(at).st_dev for at in service["at"]]]
+
+        def is_there(at):
+            # The mount of another container may end meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                return os.stat(at).st_dev == device
+        [found] = [service for service in self.services() if any(map(is_there, service["at"]))]
         return ([found["image"], *(f"--layer={layer}" for layer in found["layers"])],
                 found["upper"])
 

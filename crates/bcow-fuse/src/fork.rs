@@ -39,20 +39,27 @@ pub fn keep_only(kept: &[RawFd], name: &CStr) -> io::Result<()> {
     rustix::stdio::dup2_stdin(null.as_fd())?;
     rustix::stdio::dup2_stdout(null.as_fd())?;
     rustix::stdio::dup2_stderr(null.as_fd())?;
-    let mut kept = kept.to_vec();
-    kept.sort_unstable();
-    let mut first = 3;
-    for next in kept.into_iter().chain([i32::MAX]) {
-        // SAFETY: the call takes integers. This process uses none of these descriptors any more,
-        // and drops no object that owns one.
-        #[allow(unsafe_code)]
-        let closed = unsafe { libc::syscall(libc::SYS_close_range, first, next - 1, 0) };
-        if first < next && closed != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        first = next.saturating_add(1);
-    }
-    // It is closed already.
+    // It is closed below, unless it is one of the three.
     std::mem::forget(null);
+    // Not close_range, which needs Linux 5.9. The list itself is complete before one is closed.
+    let mut open = Vec::new();
+    for entry in std::fs::read_dir("/proc/self/fd")? {
+        open.extend(
+            entry?
+                .file_name()
+                .to_str()
+                .and_then(|name| name.parse::<RawFd>().ok()),
+        );
+    }
+    for descriptor in open {
+        if descriptor > 2 && !kept.contains(&descriptor) {
+            // SAFETY: the call takes an integer. This process uses none of these descriptors any
+            // more, and drops no object that owns one.
+            #[allow(unsafe_code)]
+            unsafe {
+                libc::close(descriptor)
+            };
+        }
+    }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
-use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, Service, When};
+use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, Service, When, WhenArgs};
 
 use crate::disks::is_disk;
 use crate::error::{CommandError, Context};
@@ -14,18 +14,8 @@ use crate::{Name, views};
 /// The option of commands with a sandbox.
 #[derive(Debug, Default, clap::Args)]
 pub struct SandboxArgs {
-    /// Whether the process gives up the rights that it does not need, before it reads the content
-    /// of an image: as far as the kernel supports that (auto), completely or with an error
-    /// (require), or not (off). With auto, a process that uses images on other machines gives up
-    /// fewer
-    #[arg(
-        long,
-        value_name = "WHEN",
-        default_value = "auto",
-        hide_possible_values = true
-    )]
-    #[arg(hide_short_help = true)]
-    sandbox: When,
+    #[command(flatten)]
+    when: WhenArgs,
 }
 
 impl SandboxArgs {
@@ -36,7 +26,7 @@ impl SandboxArgs {
         stores: &StoreArgs,
     ) -> Result<Sandbox, CommandError> {
         if stores.may_need_network(images) {
-            return match self.sandbox {
+            return match self.when.sandbox {
                 When::Auto => self.begin_service(),
                 When::Require | When::Off => self.without(NETWORK),
             };
@@ -46,24 +36,24 @@ impl SandboxArgs {
 
     /// Begins the sandbox of a process that needs no network, and changes these attributes.
     pub fn begin_changing(&self, attributes: Attributes) -> Result<Sandbox, CommandError> {
-        Sandbox::begin(self.sandbox, attributes).context(cannot)
+        Sandbox::begin(self.when.sandbox, attributes).context(cannot)
     }
 
     /// The sandbox of a process that needs the network, or mounts with the kernel driver.
     pub fn begin_service(&self) -> Result<Sandbox, CommandError> {
-        Sandbox::of_service(self.sandbox, Service::Mounts).context(cannot)
+        Sandbox::of_service(self.when.sandbox, Service::Mounts).context(cannot)
     }
 
     /// The process gets no sandbox, which is an error if the user requires one.
     pub fn without(&self, reason: &str) -> Result<Sandbox, CommandError> {
-        match self.sandbox {
+        match self.when.sandbox {
             When::Require => Err(CommandError::new(cannot()).caused_by_text(reason)),
             When::Auto | When::Off => Ok(Sandbox::off()),
         }
     }
 
     pub fn is_off(&self) -> bool {
-        self.sandbox == When::Off
+        self.when.sandbox == When::Off
     }
 }
 

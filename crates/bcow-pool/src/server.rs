@@ -53,6 +53,8 @@ const ASKS_WITHIN: Duration = Duration::from_secs(10);
 const LEAVES_WITHIN: Duration = Duration::from_secs(2);
 /// Pause after a failed accept, which mostly means too few descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
+/// Timeout for the answers to other clients, when the process ends for a restart.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 
 pub struct Pool {
     name: PoolName,
@@ -97,6 +99,8 @@ struct PoolState {
     is_leaving: bool,
     /// Clients that have ended the pool and have no answer yet.
     unanswered: usize,
+    /// Clients whose request was read, and that are still connected.
+    answering: usize,
     /// For `bcow ps`.
     published: Option<Published>,
 }
@@ -301,6 +305,17 @@ impl Pool {
         while !state.has_ended() {
             state = self.wait(state);
         }
+    }
+
+    /// Waits until all other clients whose request was read have their answer, before the process
+    /// ends for a restart. They get it without a mount, so at once.
+    fn wait_for_answers(&self) {
+        let state = self.state();
+        let others = |state: &mut PoolState| state.answering > 1;
+        drop(
+            self.changed
+                .wait_timeout_while(state, ANSWERS_WITHIN, others),
+        );
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, PoolState>) -> MutexGuard<'a, PoolState> {
@@ -722,6 +737,8 @@ enum Done {
 struct Client {
     pool: Arc<Pool>,
     is_one_too_many: bool,
+    /// Whether its request was read.
+    has_asked: bool,
 }
 
 impl Client {
@@ -730,11 +747,12 @@ impl Client {
         Client {
             pool: Arc::clone(pool),
             is_one_too_many: before >= AT_ONCE,
+            has_asked: false,
         }
     }
 
     /// Answers one request. Errors of the connection concern only the client.
-    fn serve(self, connection: &UnixStream) {
+    fn serve(mut self, connection: &UnixStream) {
         let hello = protocol::line(&self.pool.hello()).unwrap_or_default();
         if send(connection, &hello).is_err() {
             return;
@@ -752,7 +770,10 @@ impl Client {
             .and_then(|line| send(connection, &line));
         match answer.result {
             Outcome::Done(Done::Mounted { number }) if sent.is_err() => self.pool.unmount(number),
-            Outcome::Done(Done::Restarted { .. }) => std::process::exit(AGAIN.into()),
+            Outcome::Done(Done::Restarted { .. }) => {
+                self.pool.wait_for_answers();
+                std::process::exit(AGAIN.into());
+            }
             Outcome::Done(Done::Stopped { .. }) => {
                 self.pool.state().unanswered -= 1;
                 self.pool.changed.notify_all();
@@ -766,11 +787,11 @@ impl Client {
 
     /// `None` if the client has left without a request.
     fn answer(
-        &self,
+        &mut self,
         connection: &UnixStream,
         ui: &dyn Messages,
     ) -> Result<Option<Outcome<Done>>, CommandError> {
-        let name = &self.pool.name;
+        let name = self.pool.name.clone();
         let cannot = || CommandError::new(format!("cannot use the pool {name}"));
         if self.is_one_too_many {
             return Err(cannot().caused_by_text(format!("it answers {AT_ONCE} other requests")));
@@ -782,6 +803,8 @@ impl Client {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(error) => return Err(cannot().caused_by(&error)),
         };
+        self.has_asked = true;
+        self.pool.state().answering += 1;
         let request = protocol::decode_request(&line)?;
         let is_owner = peer.uid == rustix::process::geteuid();
         // Root may look at and end the pools of others, as with every process.
@@ -825,6 +848,10 @@ impl Client {
 impl Drop for Client {
     fn drop(&mut self) {
         self.pool.clients.fetch_sub(1, Ordering::Relaxed);
+        if self.has_asked {
+            self.pool.state().answering -= 1;
+            self.pool.changed.notify_all();
+        }
     }
 }
 

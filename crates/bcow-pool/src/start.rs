@@ -18,7 +18,7 @@ use bcow_mounts::cpus::{self, Cpus};
 use bcow_mounts::metrics;
 use bcow_mounts::mount::{in_background, log_to};
 use bcow_mounts::{PoolName, failure, heap, limits};
-use bcow_sandbox::{Sandbox, Service, When};
+use bcow_sandbox::{Sandbox, Service, WhenArgs};
 
 use crate::client::{self, PoolAtSocket};
 use crate::directory::Directory;
@@ -55,16 +55,8 @@ pub struct StartArgs {
     /// unix:PATH. Every client that can connect to a TCP address can read the metrics
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<String>,
-    /// Whether the process with the mounts gives up the rights that it never needs: as far as the
-    /// kernel supports that (auto), completely or with an error (require), or not (off)
-    #[arg(
-        long,
-        value_name = "WHEN",
-        default_value = "auto",
-        hide_possible_values = true
-    )]
-    #[arg(hide_short_help = true)]
-    sandbox: When,
+    #[command(flatten)]
+    when: WhenArgs,
 }
 
 /// Starts the pool; returns when it takes requests, or in the foreground when it has ended.
@@ -131,7 +123,7 @@ fn serve(args: &StartArgs, link: Link) -> Result<(), CommandError> {
     // The supervisor passes on the signals of its terminal.
     let _ = rustix::process::setsid();
     let _ = rustix::thread::set_name(c"bcow");
-    let sandbox = args.sandbox;
+    let sandbox = args.when.sandbox;
     // Before this process has the files of mounts.
     starter::start(move |socket| opener::run(&socket.into(), sandbox))
         .map_err(|error| failure(&error))?;
@@ -161,7 +153,8 @@ fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), Command
     }
     // Before other threads exist.
     serve_writeback();
-    let sandbox = Sandbox::of_service(args.sandbox, Service::Mounts).context(sandbox::cannot)?;
+    let sandbox =
+        Sandbox::of_service(args.when.sandbox, Service::Mounts).context(sandbox::cannot)?;
     remote::share_clients();
     let threads = args.threads.map(usize::from);
     let sandbox = sandbox.in_force();

@@ -38,18 +38,24 @@ pub fn fuzz_answer(bytes: &[u8]) {
     if let Ok(key) = PublicKey::parse_pem(text) {
         assert!(!key.accepts(b"message", bytes));
     }
-    let base = Address::parse("https://host:5000/v2/name/blobs/x?a=b").expect("an address");
+    let base = Address::parse("https://host:5000/v2/name/blobs/x?a=b");
+    assert!(base.is_ok());
     let targets = [Some(text), next_target(text)];
-    for target in targets.into_iter().flatten() {
+    let joined = targets.into_iter().flatten().filter_map(|target| {
+        let base = base.as_ref().ok()?;
+        base.join(target).ok()
+    });
+    for address in joined {
         // A redirect leads to an address that leads to itself.
-        if let Ok(joined) = base.join(target) {
-            let again = Address::parse(&joined.to_string()).expect("an address again");
-            assert_eq!(again.to_string(), joined.to_string());
-        }
+        let again = Address::parse(&address.to_string());
+        assert_eq!(
+            again.map(|again| again.to_string()).ok(),
+            Some(address.to_string())
+        );
     }
     if let Ok(reference) = text.parse::<Reference>() {
         let again = reference.to_string().parse::<Reference>();
-        assert_eq!(again.expect("a reference again"), reference);
+        assert_eq!(again.ok().as_ref(), Some(&reference));
     }
     let _ = text.parse::<S3Name>();
 }

@@ -49,6 +49,21 @@ pub enum When {
     Off,
 }
 
+/// The option of a program that enters a sandbox, for a parser with clap.
+#[derive(Debug, Clone, Copy, Default, clap::Args)]
+pub struct WhenArgs {
+    /// Whether each process of this command gives up the rights that it never needs: as far as the
+    /// kernel supports that (auto), completely or with an error (require), or not (off)
+    #[arg(
+        long,
+        value_name = "WHEN",
+        default_value = "auto",
+        hide_possible_values = true,
+        hide_short_help = true
+    )]
+    pub sandbox: When,
+}
+
 /// What may be done with the files of a directory, or with a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
@@ -81,20 +96,25 @@ pub enum Service {
     Programs,
 }
 
+/// What a file of an upper may need: its owner and mode, set-id bits, a device number, attributes
+/// `security.*` and `trusted.*`, blocks that are reserved for root, and a backing of the kernel
+/// (passthrough).
+pub const OF_UPPER: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
+    .union(CapabilitySet::MAC_ADMIN)
+    .union(CapabilitySet::MKNOD)
+    .union(CapabilitySet::SETFCAP)
+    .union(CapabilitySet::SYS_ADMIN)
+    .union(CapabilitySet::SYS_RESOURCE);
+
 /// The capabilities of services of root: those for files of any owner and kind, with any
 /// attributes; for mounts; for the limits of resources; and to find out from other processes which
 /// uppers they use.
-const OF_SERVICES: CapabilitySet = CapabilitySet::CHOWN
-    .union(CapabilitySet::DAC_OVERRIDE)
+const OF_SERVICES: CapabilitySet = OF_UPPER
     .union(CapabilitySet::DAC_READ_SEARCH)
-    .union(CapabilitySet::FOWNER)
-    .union(CapabilitySet::FSETID)
-    .union(CapabilitySet::MKNOD)
-    .union(CapabilitySet::SETFCAP)
-    .union(CapabilitySet::MAC_ADMIN)
-    .union(CapabilitySet::SYS_ADMIN)
-    .union(CapabilitySet::SYS_PTRACE)
-    .union(CapabilitySet::SYS_RESOURCE);
+    .union(CapabilitySet::SYS_PTRACE);
 
 /// What programs of a service need further: to become the owner of a mount, who alone may access
 /// it, and to listen at a port for metrics.

@@ -6,7 +6,7 @@ use bcow::chain::directory_of;
 use bcow_fuse::{AnySession, UnmountProcess, starter};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::sandbox;
-use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox};
+use bcow_sandbox::{Access, Attributes, CapabilitySet, OF_UPPER, Sandbox};
 use bcow_union::log;
 
 use super::driver::Way;
@@ -106,19 +106,6 @@ impl Prepared {
         Ok(())
     }
 }
-
-/// What a file of an upper may need: its owner and mode, set-id bits, a device number, attributes
-/// `security.*` and `trusted.*`, blocks that are reserved for root, and a backing of the kernel
-/// (passthrough).
-const OF_UPPER: CapabilitySet = CapabilitySet::CHOWN
-    .union(CapabilitySet::DAC_OVERRIDE)
-    .union(CapabilitySet::FOWNER)
-    .union(CapabilitySet::FSETID)
-    .union(CapabilitySet::MAC_ADMIN)
-    .union(CapabilitySet::MKNOD)
-    .union(CapabilitySet::SETFCAP)
-    .union(CapabilitySet::SYS_ADMIN)
-    .union(CapabilitySet::SYS_RESOURCE);
 
 /// The attributes of files that the process changes.
 fn attributes(args: &MountArgs) -> Attributes {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io::ErrorKind::NotFound;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -154,6 +155,7 @@ impl Pool {
         kept: Kept,
     ) -> Result<(), CommandError> {
         let ledger = kept.companion;
+        let mut upper = None;
         let mut handover = Handover {
             connection: kept.connection,
             target: PathBuf::new(),
@@ -165,6 +167,7 @@ impl Pool {
         let opened = record.and_then(|record| {
             handover.target = OsString::from(record.target.clone()).into();
             handover.agreed = record.agreed;
+            upper.clone_from(&record.service.upper);
             let mount = MountInProgress::of_taken_over(self);
             let slots = record.slots();
             let upper_use = match (&record.service.upper, &ledger) {
@@ -198,7 +201,7 @@ impl Pool {
                 mount.arrive(number, mounted, Some(record))
             }
             // It was unmounted while no process served it, and its upper was removed.
-            Err(_) if handover.has_ended() => {
+            Err(_) if handover.has_ended() && upper.is_some_and(|upper| is_missing(&upper)) => {
                 self.release(number);
                 Ok(())
             }
@@ -336,6 +339,10 @@ fn store(record: &MountRecord) -> Result<OwnedFd, CommandError> {
     record
         .store()
         .context(|| "cannot store the record of a mount")
+}
+
+fn is_missing(path: &str) -> bool {
+    matches!(std::fs::symlink_metadata(path), Err(error) if error.kind() == NotFound)
 }
 
 pub(super) fn another_image() -> CommandError {

@@ -25,6 +25,9 @@ const MOST_UNUSED: u64 = 4 << 20;
 
 pub(super) struct Reserve {
     store: Arc<dyn MapStore>,
+    /// The lock makes the reserved space and these numbers agree, so it is held while the host
+    /// reserves. Taken only for the first block after a flush, and by flushes: after the locks of a
+    /// partial file, and before that of the store.
     space: Mutex<Space>,
 }
 
