@@ -178,8 +178,10 @@ class Model(names_model.Model):
             super().do(step)
         except OSError as error:
             # A program that runs.
-            path = os.path.relpath(os.fsdecode(error.filename or b""), self.directory)
-            if error.errno != errno.ETXTBSY or not self.is_running(self.objects[path]):
+            if error.errno != errno.ETXTBSY or not error.filename:
+                raise
+            path = os.path.relpath(os.fsdecode(error.filename), self.directory)
+            if not self.is_running(self.objects[path]):
                 raise
         for _, file in self.nameless:
             file.was_opened_for_writing = True

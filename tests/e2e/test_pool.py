@@ -1343,7 +1343,7 @@ class Program:
         code = self.process.wait(timeout=seconds)
         self.thread.join()
         if code != 0:
-            raise AssertionError(f"seed {self.seed}: {''.join(self.lines[-20:])}")
+            raise AssertionError(f"seed {self.seed}: {''.join(self.lines[-60:])}")
 
 
 class Refusals(PoolCase):

@@ -3,9 +3,9 @@
 //! For a killed process, the kernel makes no page present any more. If the copy of a request needs
 //! one, the request fails with EIO (fuse_dev_do_read in fs/fuse/dev.c), and no other process gets
 //! it. Without that, a thread that is killed with a request leaves it to the next process of the
-//! pool. A new buffer has no pages. So a thread makes the pages of its buffer present when it has
-//! received its first request, which usually fits into the page that the allocator has written.
-//! While a thread is parked, it receives no request, and needs no pages.
+//! pool. A new buffer has no pages. So a thread makes the pages of its buffer present before it
+//! receives a request: see [`crate::first_messages`]. While a thread is parked, it receives no
+//! request, and needs no pages.
 
 use std::cell::Cell;
 
@@ -19,7 +19,7 @@ pub(crate) const WRITE_BYTES_IN_POOL: u32 = 256 << 10;
 const HEAD_BYTES: usize = 4096;
 
 thread_local! {
-    /// The buffer of this thread, which serves one mount, from the first request on.
+    /// The buffer of this thread, which serves one mount, from its first message on.
     static BUFFER: Cell<Option<Pages>> = const { Cell::new(None) };
 }
 

@@ -599,6 +599,6 @@ fn disk_file(
         stats: Arc::clone(stats),
         errors: Arc::clone(errors),
         lifetime: Arc::clone(lifetime),
-        can_be_taken_over: disk.files.is_some(),
+        first_messages: disk.files.as_ref().map(|_| Arc::default()),
     }
 }

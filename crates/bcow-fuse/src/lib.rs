@@ -26,6 +26,7 @@ pub mod daemon;
 mod direct;
 mod disk;
 mod error;
+mod first_messages;
 pub mod fork;
 pub mod fs;
 mod fusermount;

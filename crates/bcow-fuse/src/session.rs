@@ -174,7 +174,7 @@ impl Session {
         let (fuse, union): (Serve, _) = match content {
             Content::Image(fs) => {
                 let adapter = ReadOnly::new(fs, stats, request_threads, options, seen);
-                let session = takeover::session(adapter, connection, before, config)?;
+                let session = takeover::session(adapter, connection, before, config, None)?;
                 (Box::new(|| session.run()), None)
             }
             Content::Union(union) | Content::Shared(union, _) => {
@@ -183,9 +183,19 @@ impl Session {
                 let (fs, gate) = (Arc::clone(&union), gate.clone());
                 let adapter =
                     Writable::new(fs, stats, request_threads, options, gate, seen, sharing);
-                let session = takeover::session(adapter, connection, before, config)?;
+                let first = adapter.first_messages();
+                let session =
+                    takeover::session(adapter, connection, before, config, first.as_deref())?;
                 let closing = Closing { union, outcome };
-                (Box::new(|| session.run()), Some(closing))
+                let run = || {
+                    let ended = session.run();
+                    if let Some(first) = first {
+                        // If a thread could not be started, the others wait for it.
+                        first.end();
+                    }
+                    ended
+                };
+                (Box::new(run), Some(closing))
             }
         };
         let shares = agreed.load(Ordering::Relaxed) & InitFlags::FUSE_PASSTHROUGH.bits() != 0;

@@ -218,7 +218,7 @@ impl SharedFiles {
             agreed: Arc::clone(&in_use),
             opens_unasked: false,
         };
-        let session = takeover::session(tree, connection, agreed, config)?;
+        let session = takeover::session(tree, connection, agreed, config, None)?;
         if !takeover::resend(ours.as_fd())? {
             return Err(MountError::NoSharing("the kernel is before Linux 6.9"));
         }

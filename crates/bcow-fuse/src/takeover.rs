@@ -15,9 +15,10 @@ use std::path::PathBuf;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType};
+use rustix::net::SendFlags;
 
 use crate::error::MountError;
+use crate::first_messages::{self, FirstMessages, replace};
 use crate::mount::Mount;
 use crate::unmount::Unmounted;
 
@@ -74,20 +75,32 @@ pub(crate) fn resend(connection: BorrowedFd<'_>) -> Result<bool, MountError> {
 }
 
 /// A session on a connection to the kernel. If another process has served it, the kernel has sent
-/// INIT before, and the flags `agreed` are agreed on.
+/// INIT before, and the flags `agreed` are agreed on. With `first`, each thread receives its first
+/// message before a request is received.
 pub(crate) fn session<F: fuser::Filesystem>(
     filesystem: F,
     connection: OwnedFd,
     agreed: Option<u64>,
     config: fuser::Config,
+    first: Option<&FirstMessages>,
 ) -> Result<fuser::Session<F>, MountError> {
     // The kernel itself refuses other users (see `Access`), so fuser need not.
     let all = fuser::SessionACL::All;
-    let session = match agreed {
-        None => fuser::Session::from_fd(filesystem, connection, all, config),
-        Some(agreed) => continued(filesystem, connection, agreed, config),
+    let begin = || {
+        let threads = config.n_threads.unwrap_or(1);
+        let ours = connection.try_clone()?;
+        let session = match agreed {
+            None => fuser::Session::from_fd(filesystem, connection, all, config)?,
+            Some(agreed) => continued(filesystem, connection, agreed, config)?,
+        };
+        if let Some(first) = first {
+            let (messages, end) = first_messages::socket()?;
+            replace(session.as_fd().as_raw_fd(), end.as_fd())?;
+            first.begin(session.as_fd(), threads, messages, ours)?;
+        }
+        Ok(session)
     };
-    session.map_err(MountError::Session)
+    begin().map_err(MountError::Session)
 }
 
 fn continued<F: fuser::Filesystem>(
@@ -96,15 +109,10 @@ fn continued<F: fuser::Filesystem>(
     agreed: u64,
     config: fuser::Config,
 ) -> io::Result<fuser::Session<F>> {
-    let (kernel, ours) = rustix::net::socketpair(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
+    let (kernel, ours) = first_messages::socket()?;
     rustix::net::send(&kernel, &init(agreed), SendFlags::NOSIGNAL)?;
     let session = fuser::Session::from_fd(filesystem, ours, fuser::SessionACL::All, config)?;
-    replace(session.as_fd(), &connection)?;
+    replace(session.as_fd().as_raw_fd(), connection.as_fd())?;
     Ok(session)
 }
 
@@ -112,19 +120,6 @@ fn continued<F: fuser::Filesystem>(
 pub(crate) fn duplicate(descriptor: BorrowedFd<'_>) -> Result<OwnedFd, MountError> {
     let duplicate = descriptor.try_clone_to_owned();
     duplicate.map_err(MountError::process("duplicate a descriptor of the mount"))
-}
-
-/// Makes `descriptor` refer to what `other` refers to.
-fn replace(descriptor: BorrowedFd<'_>, other: &OwnedFd) -> io::Result<()> {
-    // SAFETY: both descriptors are open, and stay open. The owner of `descriptor` uses it for reads
-    // and writes only, and does so only later.
-    #[allow(unsafe_code)]
-    let replaced =
-        unsafe { libc::dup3(other.as_raw_fd(), descriptor.as_raw_fd(), libc::O_CLOEXEC) };
-    match replaced {
-        -1 => Err(io::Error::last_os_error()),
-        _ => Ok(()),
-    }
 }
 
 /// The request INIT of a kernel that offers `flags` (fuse_in_header and fuse_init_in of
@@ -191,6 +186,7 @@ mod tests {
             connection.into(),
             Some(agreed),
             fuser::Config::default(),
+            None,
         );
         assert_eq!(seen.load(Ordering::Relaxed), agreed);
         // The end of this connection is the end of the session.

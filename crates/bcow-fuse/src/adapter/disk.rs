@@ -23,6 +23,7 @@ use rustix::io::Errno;
 use super::{BACKGROUND_REQUESTS, NO_INODE, id, is_stats, reply};
 use crate::buffers;
 use crate::disk::{Barriers, Device, Lifetime};
+use crate::first_messages::{self, FirstMessages};
 use crate::stats::{MountStats, Operation, Running};
 
 /// The inode number of the file. That of the directory is [`NodeId::ROOT`].
@@ -44,15 +45,12 @@ pub(crate) struct DiskFile {
     pub(crate) stats: Arc<MountStats>,
     pub(crate) errors: Arc<ErrorLog>,
     pub(crate) lifetime: Arc<Lifetime>,
-    /// Whether another process can continue with a disk.
-    pub(crate) can_be_taken_over: bool,
+    /// The first messages of the threads, if another process can continue with a disk.
+    pub(crate) first_messages: Option<Arc<FirstMessages>>,
 }
 
 impl DiskFile {
-    fn begin(&self, request: &Request, operation: Operation, node: NodeId) -> Running<'_> {
-        if self.can_be_taken_over {
-            buffers::make_present(request);
-        }
+    fn begin(&self, operation: Operation, node: NodeId) -> Running<'_> {
         self.stats.time(operation, node)
     }
 
@@ -173,13 +171,22 @@ impl fuser::Filesystem for DiskFile {
         // The flag can leave stale pages in the page cache of a file (see the writable adapter).
         // This file has none, because all its requests are direct.
         let _ = config.add_capabilities(FLAGS & config.capabilities());
-        let _ = config.set_max_write(if self.can_be_taken_over {
+        let _ = config.set_max_write(if self.first_messages.is_some() {
             buffers::WRITE_BYTES_IN_POOL
         } else {
             WRITE_BYTES
         });
         let _ = config.set_max_background(BACKGROUND_REQUESTS);
         Ok(())
+    }
+
+    fn forget(&self, request: &Request, node: INodeNo, _count: u64) {
+        if let Some(first) = &self.first_messages
+            && first_messages::is_first(node)
+        {
+            first.arrive();
+            buffers::make_present(request);
+        }
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
@@ -204,7 +211,7 @@ impl fuser::Filesystem for DiskFile {
     /// Grows the disk. Only the size can be set; see [`crate::growth`].
     fn setattr(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         mode: Option<u32>,
         uid: Option<u32>,
@@ -220,7 +227,7 @@ impl fuser::Filesystem for DiskFile {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _running = self.begin(request, Operation::SetAttributes, id(ino));
+        let _running = self.begin(Operation::SetAttributes, id(ino));
         let set = match (size, mode.or(uid).or(gid)) {
             (Some(size), None) if ino == FILE => self.grow(size).map(|()| self.file()),
             _ => Err(Errno::PERM),
@@ -258,7 +265,7 @@ impl fuser::Filesystem for DiskFile {
 
     fn read(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -267,7 +274,7 @@ impl fuser::Filesystem for DiskFile {
         _owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _running = self.begin(request, Operation::Read, id(ino));
+        let _running = self.begin(Operation::Read, id(ino));
         let length = u64::from(size).min(self.size().saturating_sub(offset));
         reply::read(reply, |scratch, send| {
             scratch.resize(length as usize, 0);
@@ -282,7 +289,7 @@ impl fuser::Filesystem for DiskFile {
 
     fn write(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -292,7 +299,7 @@ impl fuser::Filesystem for DiskFile {
         _owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let _running = self.begin(request, Operation::Write, id(ino));
+        let _running = self.begin(Operation::Write, id(ino));
         let written = self.change(Operation::Write, Some(offset), |disk| {
             disk.write_at(offset, data)
         });
@@ -302,13 +309,13 @@ impl fuser::Filesystem for DiskFile {
 
     fn fsync(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         _data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(request, Operation::Sync, id(ino));
+        let _running = self.begin(Operation::Sync, id(ino));
         let flushed = match (self.barriers, &self.device) {
             (Barriers::Off, _) | (_, Device::ReadOnly(_)) => Ok(()),
             (Barriers::On, Device::Writable(_)) => {
@@ -323,7 +330,7 @@ impl fuser::Filesystem for DiskFile {
     /// zeros.
     fn fallocate(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -331,7 +338,7 @@ impl fuser::Filesystem for DiskFile {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(request, Operation::Allocate, id(ino));
+        let _running = self.begin(Operation::Allocate, id(ino));
         let space = match mode & !libc::FALLOC_FL_KEEP_SIZE {
             libc::FALLOC_FL_PUNCH_HOLE => Space::Free,
             libc::FALLOC_FL_ZERO_RANGE => Space::Keep,

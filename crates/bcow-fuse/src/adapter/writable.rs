@@ -32,6 +32,7 @@ use super::privileges::{drop_set_gid, drop_set_id, drop_set_id_of_content, valid
 use super::sharing::{self, Opening, Sharing};
 use super::{Answering, FOREVER, GENERATION, damaged, id, is_alias, is_stats, negotiate, reply};
 use crate::buffers;
+use crate::first_messages::{self, FirstMessages};
 use crate::options::{MountOptions, WriteCache};
 use crate::owners::Owners;
 use crate::request_threads::{Kind, RequestThreads};
@@ -60,6 +61,8 @@ pub(crate) struct Writable {
     gate: Gate,
     /// The flags of the protocol that are in use, for a process that takes the mount over.
     agreed: Arc<AtomicU64>,
+    /// The first messages of the threads, if another process can take the mount over.
+    first_messages: Option<Arc<FirstMessages>>,
 }
 
 /// Passes the requests of a mount, except while a snapshot is taken, and until another process
@@ -80,6 +83,7 @@ impl Writable {
         agreed: Arc<AtomicU64>,
         sharing: Option<Sharing>,
     ) -> Self {
+        let first_messages = fs.ledger().map(|_| Arc::default());
         Writable {
             fs,
             stats,
@@ -91,7 +95,13 @@ impl Writable {
             sharing,
             gate,
             agreed,
+            first_messages,
         }
+    }
+
+    /// The first messages of its threads, if another process can take the mount over.
+    pub(crate) fn first_messages(&self) -> Option<Arc<FirstMessages>> {
+        self.first_messages.clone()
     }
 
     fn make(
@@ -204,18 +214,19 @@ impl Writable {
         }
     }
 
-    fn begin(&self, request: &Request, operation: Operation, node: NodeId) -> Passing<'_> {
-        if self.can_be_taken_over() {
-            buffers::make_present(request);
-        }
+    fn begin(&self, operation: Operation, node: NodeId) -> Passing<'_> {
         Passing {
             _answering: Answering::begin(&self.request_threads, &self.stats, operation, node),
             _passing: self.gate.read(),
         }
     }
 
-    fn can_be_taken_over(&self) -> bool {
-        self.fs.ledger().is_some()
+    /// Receives the first message of a thread.
+    fn receive_first(&self, request: &Request, first: &FirstMessages) {
+        first.arrive();
+        // Parks the thread if it is not needed: it needs no pages then.
+        drop(self.request_threads.begin(Kind::Brief));
+        buffers::make_present(request);
     }
 }
 
@@ -265,7 +276,7 @@ impl fuser::Filesystem for Writable {
         self.agreed.store(offered.bits(), Ordering::Relaxed);
         self.opens_unasked = offered.contains(InitFlags::FUSE_NO_OPEN_SUPPORT);
         self.drops_set_id = offered.contains(InitFlags::FUSE_HANDLE_KILLPRIV_V2);
-        let _ = config.set_max_write(if self.can_be_taken_over() {
+        let _ = config.set_max_write(if self.first_messages.is_some() {
             buffers::WRITE_BYTES_IN_POOL
         } else {
             WRITE_BYTES
@@ -273,12 +284,17 @@ impl fuser::Filesystem for Writable {
         Ok(())
     }
 
-    fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _running = self.begin(request, Operation::Lookup, id(parent));
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _running = self.begin(Operation::Lookup, id(parent));
         self.reply_entry(self.fs.lookup(id(parent), name.as_bytes()), reply);
     }
 
-    fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
+    fn forget(&self, request: &Request, ino: INodeNo, count: u64) {
+        if let Some(first) = &self.first_messages
+            && first_messages::is_first(ino)
+        {
+            return self.receive_first(request, first);
+        }
         // A batch of forgets is one request, and each can free a large file.
         let _turn = self.request_threads.begin(Kind::BriefInBatch);
         self.forget_node(id(ino), count);
@@ -286,12 +302,12 @@ impl fuser::Filesystem for Writable {
 
     fn getattr(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: Option<FileHandle>,
         reply: ReplyAttr,
     ) {
-        let _running = self.begin(request, Operation::Stat, id(ino));
+        let _running = self.begin(Operation::Stat, id(ino));
         self.reply_attributes(ino, self.fs.attributes(id(ino)), reply);
     }
 
@@ -314,7 +330,7 @@ impl fuser::Filesystem for Writable {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _running = self.begin(request, Operation::SetAttributes, id(ino));
+        let _running = self.begin(Operation::SetAttributes, id(ino));
         if size.is_some() && self.is_outdated(ino) {
             // The pages are those of the alias, and the kernel must drop them with the size. It
             // looks the path up again.
@@ -344,8 +360,8 @@ impl fuser::Filesystem for Writable {
         self.reply_attributes(ino, set, reply);
     }
 
-    fn readlink(&self, request: &Request, ino: INodeNo, reply: ReplyData) {
-        let _running = self.begin(request, Operation::ReadLink, id(ino));
+    fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
+        let _running = self.begin(Operation::ReadLink, id(ino));
         reply::bytes(self.fs.read_link(id(ino)), reply);
     }
 
@@ -359,7 +375,7 @@ impl fuser::Filesystem for Writable {
         rdev: u32,
         reply: ReplyEntry,
     ) {
-        let _running = self.begin(request, Operation::MakeNode, id(parent));
+        let _running = self.begin(Operation::MakeNode, id(parent));
         let made = New::of_mode(mode, rdev)
             .and_then(|new| self.make(request, umask, (parent, name, mode), &new))
             .inspect(|attributes| self.time_is_sent(attributes));
@@ -375,13 +391,13 @@ impl fuser::Filesystem for Writable {
         umask: u32,
         reply: ReplyEntry,
     ) {
-        let _running = self.begin(request, Operation::MakeDirectory, id(parent));
+        let _running = self.begin(Operation::MakeDirectory, id(parent));
         let made = self.make(request, umask, (parent, name, mode), &New::Directory);
         reply::entry(made.map(|found| self.shown(found)), reply);
     }
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.begin(request, Operation::Unlink, id(parent));
+        let _running = self.begin(Operation::Unlink, id(parent));
         let request = request_id(request);
         let removed = self
             .fs
@@ -390,7 +406,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.begin(request, Operation::RemoveDirectory, id(parent));
+        let _running = self.begin(Operation::RemoveDirectory, id(parent));
         let request = request_id(request);
         let removed = self.fs.with_room(|fs| {
             let removed = fs.remove_directory(id(parent), name.as_bytes());
@@ -407,7 +423,7 @@ impl fuser::Filesystem for Writable {
         target: &Path,
         reply: ReplyEntry,
     ) {
-        let _running = self.begin(request, Operation::Symlink, id(parent));
+        let _running = self.begin(Operation::Symlink, id(parent));
         let new = New::Symlink(target.as_os_str().as_bytes());
         let made = self.make(request, 0, (parent, name, 0o777), &new);
         reply::entry(made.map(|found| self.shown(found)), reply);
@@ -423,7 +439,7 @@ impl fuser::Filesystem for Writable {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(request, Operation::Rename, id(parent));
+        let _running = self.begin(Operation::Rename, id(parent));
         let Some(how) = rename_how(flags) else {
             return reply.error(fuser::Errno::EINVAL);
         };
@@ -446,7 +462,7 @@ impl fuser::Filesystem for Writable {
         new_name: &OsStr,
         reply: ReplyEntry,
     ) {
-        let _running = self.begin(request, Operation::Link, id(ino));
+        let _running = self.begin(Operation::Link, id(ino));
         let (request, parent) = (request_id(request), id(new_parent));
         let linked = self
             .fs
@@ -454,11 +470,11 @@ impl fuser::Filesystem for Writable {
         self.reply_entry(linked.map(Some), reply);
     }
 
-    fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+    fn open(&self, _request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let Some(sharing) = &self.sharing else {
             return reply::opened(self.opens_unasked, FopenFlags::FOPEN_KEEP_CACHE, reply);
         };
-        let _running = self.begin(request, Operation::Open, id(ino));
+        let _running = self.begin(Operation::Open, id(ino));
         match sharing.open(&self.fs, ino, flags) {
             Ok(Opening::Ordinary) => {
                 reply.opened(sharing::COUNTED, FopenFlags::FOPEN_KEEP_CACHE);
@@ -488,7 +504,7 @@ impl fuser::Filesystem for Writable {
 
     fn read(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -497,7 +513,7 @@ impl fuser::Filesystem for Writable {
         _owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _running = self.begin(request, Operation::Read, id(ino));
+        let _running = self.begin(Operation::Read, id(ino));
         reply::read(reply, |scratch, send| {
             self.fs.read(id(ino), offset, size, scratch, send)
         });
@@ -505,7 +521,7 @@ impl fuser::Filesystem for Writable {
 
     fn write(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -515,7 +531,7 @@ impl fuser::Filesystem for Writable {
         _owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let _running = self.begin(request, Operation::Write, id(ino));
+        let _running = self.begin(Operation::Write, id(ino));
         let privileges = privileges_of_writer(write_flags);
         let written =
             self.change_content(id(ino), |fs| fs.write(id(ino), offset, data, privileges));
@@ -524,19 +540,19 @@ impl fuser::Filesystem for Writable {
 
     fn fsync(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(request, Operation::Sync, id(ino));
+        let _running = self.begin(Operation::Sync, id(ino));
         let what = if data_only { SyncScope::Data } else { SyncScope::All };
         reply::empty(self.fs.sync(id(ino), what), reply);
     }
 
-    fn opendir(&self, request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        let _running = self.begin(request, Operation::OpenDirectory, id(ino));
+    fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        let _running = self.begin(Operation::OpenDirectory, id(ino));
         match self.fs.open_directory(id(ino)) {
             Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
             Err(errno) => reply.error(reply::to_fuser(errno)),
@@ -545,13 +561,13 @@ impl fuser::Filesystem for Writable {
 
     fn readdir(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         handle: FileHandle,
         cookie: u64,
         reply: ReplyDirectory,
     ) {
-        let _running = self.begin(request, Operation::ReadDirectory, id(ino));
+        let _running = self.begin(Operation::ReadDirectory, id(ino));
         reply::listing(reply, |each| {
             self.fs.read_directory(id(ino), handle.0, cookie, each)
         });
@@ -565,7 +581,7 @@ impl fuser::Filesystem for Writable {
         cookie: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        let _running = self.begin(request, Operation::ReadDirectory, id(ino));
+        let _running = self.begin(Operation::ReadDirectory, id(ino));
         reply::listing_plus(reply, |each| {
             let (mut is_first, mut alone) = (true, None);
             let mut each = |entry: EntryPlus<'_>| {
@@ -609,18 +625,18 @@ impl fuser::Filesystem for Writable {
 
     fn fsyncdir(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         _data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(request, Operation::Sync, id(ino));
+        let _running = self.begin(Operation::Sync, id(ino));
         reply::empty(self.fs.sync(id(ino), SyncScope::All), reply);
     }
 
-    fn statfs(&self, request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let _running = self.begin(request, Operation::StatFs, NodeId::ROOT);
+    fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        let _running = self.begin(Operation::StatFs, NodeId::ROOT);
         match self.fs.statistics() {
             Ok(figures) => reply.statfs(
                 figures.blocks,
@@ -646,7 +662,7 @@ impl fuser::Filesystem for Writable {
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(request, Operation::SetXattr, id(ino));
+        let _running = self.begin(Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
@@ -673,13 +689,13 @@ impl fuser::Filesystem for Writable {
 
     fn getxattr(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         name: &OsStr,
         size: u32,
         reply: ReplyXattr,
     ) {
-        let _running = self.begin(request, Operation::GetXattr, id(ino));
+        let _running = self.begin(Operation::GetXattr, id(ino));
         let node = id(ino);
         let value = if is_stats(node, name) {
             self.stats.for_xattr()
@@ -692,7 +708,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        let _running = self.begin(request, Operation::GetXattr, id(ino));
+        let _running = self.begin(Operation::GetXattr, id(ino));
         let names = self
             .fs
             .xattr_names(id(ino))
@@ -705,7 +721,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.begin(request, Operation::SetXattr, id(ino));
+        let _running = self.begin(Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
@@ -728,7 +744,7 @@ impl fuser::Filesystem for Writable {
         flags: i32,
         reply: ReplyCreate,
     ) {
-        let _running = self.begin(request, Operation::Create, id(parent));
+        let _running = self.begin(Operation::Create, id(parent));
         let made = self
             .make(request, umask, (parent, name, mode), &New::File)
             .inspect(|attributes| self.time_is_sent(attributes));
@@ -767,7 +783,7 @@ impl fuser::Filesystem for Writable {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.begin(request, Operation::Allocate, id(ino));
+        let _running = self.begin(Operation::Allocate, id(ino));
         let Some(how) = allocate_how(mode) else {
             return reply.error(fuser::Errno::EOPNOTSUPP);
         };
@@ -781,14 +797,14 @@ impl fuser::Filesystem for Writable {
 
     fn lseek(
         &self,
-        request: &Request,
+        _request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: i64,
         whence: i32,
         reply: ReplyLseek,
     ) {
-        let _running = self.begin(request, Operation::Seek, id(ino));
+        let _running = self.begin(Operation::Seek, id(ino));
         if self.write_cache == WriteCache::Back {
             // Data that the kernel has not written back yet would look like a hole. After ENOSYS
             // the kernel treats the whole file as data.
@@ -816,7 +832,7 @@ impl fuser::Filesystem for Writable {
         flags: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
-        let _running = self.begin(request, Operation::CopyRange, id(to));
+        let _running = self.begin(Operation::CopyRange, id(to));
         if !flags.is_empty() {
             return reply.error(fuser::Errno::EINVAL);
         }

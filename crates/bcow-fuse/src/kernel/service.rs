@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use crate::adapter::disk::{DiskFile, FLAGS};
 use crate::disk::Lifetime;
 use crate::error::MountError;
+use crate::first_messages::FirstMessages;
 use crate::takeover::{self, duplicate};
 
 pub(super) struct Service {
@@ -37,10 +38,12 @@ impl Service {
         let (hidden, connection) = HiddenMount::new()?;
         let ours = duplicate(connection.as_fd())?;
         let lifetime = Arc::clone(&file.lifetime);
-        let session = takeover::session(file, connection, None, config(threads))?;
+        let first = file.first_messages.clone();
+        let (config, first_of) = (config(threads), first.as_deref());
+        let session = takeover::session(file, connection, None, config, first_of)?;
         // Before the first request, which would be sent again otherwise.
         let ours = takeover::resend(ours.as_fd())?.then_some(ours);
-        Service::run(session, hidden, ours, FLAGS.bits(), lifetime)
+        Service::run((session, first), hidden, ours, FLAGS.bits(), lifetime)
     }
 
     /// Serves a hidden mount that another process has served. The kernel sends the requests again
@@ -54,13 +57,21 @@ impl Service {
     ) -> Result<Self, MountError> {
         let ours = duplicate(connection.as_fd())?;
         let lifetime = Arc::clone(&file.lifetime);
-        let session = takeover::session(file, connection, Some(agreed), config(threads))?;
+        let first = file.first_messages.clone();
+        let (config, first_of) = (config(threads), first.as_deref());
+        let session = takeover::session(file, connection, Some(agreed), config, first_of)?;
         let ours = takeover::resend(ours.as_fd())?.then_some(ours);
-        Service::run(session, HiddenMount::of(hidden), ours, agreed, lifetime)
+        Service::run(
+            (session, first),
+            HiddenMount::of(hidden),
+            ours,
+            agreed,
+            lifetime,
+        )
     }
 
     fn run(
-        session: fuser::Session<DiskFile>,
+        (session, first): (fuser::Session<DiskFile>, Option<Arc<FirstMessages>>),
         hidden: HiddenMount,
         connection: Option<OwnedFd>,
         agreed: u64,
@@ -71,6 +82,10 @@ impl Service {
             .name("disk".into())
             .spawn(move || {
                 let ended = session.run();
+                if let Some(first) = first {
+                    // If a thread could not be started, the others wait for it.
+                    first.end();
+                }
                 ending.end();
                 ended
             })
