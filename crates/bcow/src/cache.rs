@@ -9,6 +9,7 @@ use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
 use serde::{Deserialize, Serialize};
 
+use crate::owners::Owners;
 use crate::storage::Version;
 use crate::sync::Arc;
 use crate::verify::Verify;
@@ -18,6 +19,9 @@ const DEFAULT_BYTES: u64 = 64 << 20;
 const TABLE_SHARE: u64 = 8;
 /// The budget of verified pieces of Merkle trees is the block budget divided by this.
 const PIECE_SHARE: u64 = 16;
+/// The budget of the maps of chains is the block budget divided by this. With the default of 64
+/// MiB, they are 8 MiB, for 30 GiB of address space.
+const OWNERS_SHARE: u64 = 8;
 /// Number of files whose identities a common cache remembers. A forgotten file gets a new one.
 const MAX_FILES: usize = 1 << 14;
 /// Least budget for these pieces in bytes. Without them each read would hash up to the root.
@@ -41,6 +45,7 @@ struct Caches {
     blocks: Cache<BlockKey, Arc<Vec<u8>>, BlockWeight>,
     tables: Cache<TableKey, Arc<SubBlockTable>, TableWeight>,
     pieces: Cache<PieceKey, Arc<Vec<u8>>, BlockWeight>,
+    owners: Cache<TableKey, Arc<Owners>, OwnersWeight>,
     /// For a common cache: the files that were opened.
     files: Option<Cache<OpenedAs, FileId>>,
 }
@@ -99,8 +104,8 @@ pub(crate) struct PieceKey {
 
 impl BlockCache {
     /// A cache with a budget of `bytes` for decoded blocks. In addition it uses up to an eighth of
-    /// that for sub-block tables and, for files that are verified by a Merkle tree, up to a
-    /// sixteenth (at least 1 MiB).
+    /// that for sub-block tables, as much for the maps of chains, and for files that are verified
+    /// by a Merkle tree up to a sixteenth (at least 1 MiB).
     pub fn new(bytes: u64) -> Self {
         BlockCache::with_files(bytes, None)
     }
@@ -120,6 +125,7 @@ impl BlockCache {
             blocks: cache(bytes, BlockWeight),
             tables: cache(bytes / TABLE_SHARE, TableWeight),
             pieces: cache((bytes / PIECE_SHARE).max(LEAST_PIECE_BYTES), BlockWeight),
+            owners: cache(bytes / OWNERS_SHARE, OwnersWeight),
         }))
     }
 
@@ -153,6 +159,7 @@ impl BlockCache {
         self.0.blocks.retain(|_, _| false);
         self.0.tables.retain(|_, _| false);
         self.0.pieces.retain(|_, _| false);
+        self.0.owners.retain(|_, _| false);
     }
 
     /// Returns the counters and the state.
@@ -186,6 +193,18 @@ impl BlockCache {
             .pieces
             .get_or_insert_with(&key, || read().map(Arc::new))
     }
+
+    /// The map of a region of a chain; an empty one if the cache has none.
+    pub(crate) fn owners(&self, key: TableKey) -> Arc<Owners> {
+        let new = || Ok::<_, std::convert::Infallible>(Arc::new(Owners::new()));
+        let owners = self.0.owners.get_or_insert_with(&key, new);
+        owners.unwrap_or_else(|never| match never {})
+    }
+
+    /// The map of a region of a chain, if the cache has it.
+    pub(crate) fn known_owners(&self, key: TableKey) -> Option<Arc<Owners>> {
+        self.0.owners.peek(&key)
+    }
 }
 
 /// 64 MiB, not shared.
@@ -209,6 +228,15 @@ struct TableWeight;
 impl Weighter<TableKey, Arc<SubBlockTable>> for TableWeight {
     fn weight(&self, _: &TableKey, table: &Arc<SubBlockTable>) -> u64 {
         (table.entries.len() * size_of::<Entry>()) as u64 + 64
+    }
+}
+
+#[derive(Clone)]
+struct OwnersWeight;
+
+impl Weighter<TableKey, Arc<Owners>> for OwnersWeight {
+    fn weight(&self, _: &TableKey, _: &Arc<Owners>) -> u64 {
+        Owners::bytes()
     }
 }
 

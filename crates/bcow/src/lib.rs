@@ -56,6 +56,7 @@ mod merkle;
 mod new_file;
 pub mod operation;
 mod overlay;
+mod owners;
 mod restored;
 mod root;
 mod same;
