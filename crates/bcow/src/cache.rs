@@ -9,18 +9,20 @@ use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
 use serde::{Deserialize, Serialize};
 
+use crate::merged::MergedTable;
 use crate::owners::Owners;
 use crate::storage::Version;
 use crate::sync::Arc;
 use crate::verify::Verify;
 
 const DEFAULT_BYTES: u64 = 64 << 20;
-/// The budget of decoded sub-block tables is the block budget divided by this.
+/// The budget of decoded sub-block tables is the block budget divided by this, and so is that of
+/// the merged tables of chains.
 const TABLE_SHARE: u64 = 8;
 /// The budget of verified pieces of Merkle trees is the block budget divided by this.
 const PIECE_SHARE: u64 = 16;
-/// The budget of the maps of chains is the block budget divided by this. With the default of 64
-/// MiB, they are 8 MiB, for 30 GiB of address space.
+/// The budget of the owners of blocks in chains is the block budget divided by this. With the
+/// default of 64 MiB, they take 8 MiB, for 30 GiB of address space.
 const OWNERS_SHARE: u64 = 8;
 /// Number of files whose identities a common cache remembers. A forgotten file gets a new one.
 const MAX_FILES: usize = 1 << 14;
@@ -46,6 +48,7 @@ struct Caches {
     tables: Cache<TableKey, Arc<SubBlockTable>, TableWeight>,
     pieces: Cache<PieceKey, Arc<Vec<u8>>, BlockWeight>,
     owners: Cache<TableKey, Arc<Owners>, OwnersWeight>,
+    merged: Cache<TableKey, Arc<MergedTable>, MergedWeight>,
     /// For a common cache: the files that were opened.
     files: Option<Cache<OpenedAs, FileId>>,
 }
@@ -104,7 +107,7 @@ pub(crate) struct PieceKey {
 
 impl BlockCache {
     /// A cache with a budget of `bytes` for decoded blocks. In addition it uses up to an eighth of
-    /// that for sub-block tables, as much for the maps of chains, and for files that are verified
+    /// that for sub-block tables, a quarter for the maps of chains, and for files that are verified
     /// by a Merkle tree up to a sixteenth (at least 1 MiB).
     pub fn new(bytes: u64) -> Self {
         BlockCache::with_files(bytes, None)
@@ -126,6 +129,7 @@ impl BlockCache {
             tables: cache(bytes / TABLE_SHARE, TableWeight),
             pieces: cache((bytes / PIECE_SHARE).max(LEAST_PIECE_BYTES), BlockWeight),
             owners: cache(bytes / OWNERS_SHARE, OwnersWeight),
+            merged: cache(bytes / TABLE_SHARE, MergedWeight),
         }))
     }
 
@@ -160,6 +164,7 @@ impl BlockCache {
         self.0.tables.retain(|_, _| false);
         self.0.pieces.retain(|_, _| false);
         self.0.owners.retain(|_, _| false);
+        self.0.merged.retain(|_, _| false);
     }
 
     /// Returns the counters and the state.
@@ -194,16 +199,26 @@ impl BlockCache {
             .get_or_insert_with(&key, || read().map(Arc::new))
     }
 
-    /// The map of a region of a chain; an empty one if the cache has none.
+    /// The owners of the blocks of a region of a chain; unknown ones if the cache has none.
     pub(crate) fn owners(&self, key: TableKey) -> Arc<Owners> {
         let new = || Ok::<_, std::convert::Infallible>(Arc::new(Owners::new()));
         let owners = self.0.owners.get_or_insert_with(&key, new);
         owners.unwrap_or_else(|never| match never {})
     }
 
-    /// The map of a region of a chain, if the cache has it.
+    /// The same, if the cache has them.
     pub(crate) fn known_owners(&self, key: TableKey) -> Option<Arc<Owners>> {
         self.0.owners.peek(&key)
+    }
+
+    /// The entries of a region of a chain, if the cache has them.
+    pub(crate) fn merged(&self, key: TableKey) -> Option<Arc<MergedTable>> {
+        self.0.merged.get(&key)
+    }
+
+    /// Replaces the entries of a region of a chain.
+    pub(crate) fn set_merged(&self, key: TableKey, table: MergedTable) {
+        self.0.merged.insert(key, Arc::new(table));
     }
 }
 
@@ -237,6 +252,15 @@ struct OwnersWeight;
 impl Weighter<TableKey, Arc<Owners>> for OwnersWeight {
     fn weight(&self, _: &TableKey, _: &Arc<Owners>) -> u64 {
         Owners::bytes()
+    }
+}
+
+#[derive(Clone)]
+struct MergedWeight;
+
+impl Weighter<TableKey, Arc<MergedTable>> for MergedWeight {
+    fn weight(&self, _: &TableKey, _: &Arc<MergedTable>) -> u64 {
+        MergedTable::bytes()
     }
 }
 

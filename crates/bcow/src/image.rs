@@ -20,13 +20,12 @@ use bcow_format::{
 use sha2::{Digest, Sha256};
 
 use crate::cache::{BlockKey, FileId, TableKey};
-use crate::checked::{
-    CheckedFile, Piece, check_raw, read_block, read_header, read_metadata, read_table,
-};
+use crate::checked::{CheckedFile, check_raw, read_block, read_header, read_metadata, read_table};
 use crate::device::checked_range;
 use crate::log;
 use crate::merkle::Verifier;
 use crate::overlay::{LoggedRegion, Overlay};
+use crate::piece::Piece;
 use crate::root::{Root, check_windows};
 use crate::storage::Storage;
 use crate::verify::Verify;
@@ -397,8 +396,14 @@ impl Image {
     /// Reads raw blocks from `first` on, as long as they are contiguous in the file and fit into
     /// `buf` as a whole. `at` must be the start of `first`. The bytes go directly into `buf`, past
     /// the block cache, because the page cache of the host has them in the same form. Returns the
-    /// number of bytes; 0 if `first` is not such a block.
-    fn read_raw(&self, first: &Piece, at: u64, buf: &mut [u8]) -> Result<usize, Error> {
+    /// number of bytes; 0 if `first` is not such a block. `pieces` finds the blocks behind it.
+    fn read_raw(
+        &self,
+        first: &Piece,
+        pieces: &dyn Fn(u64) -> Result<Piece, Error>,
+        at: u64,
+        buf: &mut [u8],
+    ) -> Result<usize, Error> {
         let mut run: Vec<(Piece, Stored)> = Vec::new();
         let (mut bytes, mut piece) = (0, *first);
         loop {
@@ -422,7 +427,7 @@ impl Image {
             if bytes == buf.len() as u64 {
                 break;
             }
-            piece = self.piece(at + bytes)?;
+            piece = pieces(at + bytes)?;
         }
         let Some((_, stored)) = run.first() else {
             return Ok(0);
@@ -437,6 +442,134 @@ impl Image {
             }
             Ok(bytes as usize)
         })
+    }
+
+    /// Reads a range of the address space, whose pieces `pieces` finds.
+    fn read_pieces(
+        &self,
+        offset: u64,
+        buf: &mut [u8],
+        pieces: &dyn Fn(u64) -> Result<Piece, Error>,
+    ) -> Result<(), Error> {
+        let end = offset + buf.len() as u64;
+        let mut at = offset;
+        while at < end {
+            let rest = &mut buf[(at - offset) as usize..];
+            let piece = pieces(at)?;
+            let raw = self.read_raw(&piece, pieces, at, rest)?;
+            if raw > 0 {
+                at += raw as u64;
+                continue;
+            }
+            let take = (piece.start + piece.length).min(end) - at;
+            let part = &mut rest[..take as usize];
+            match piece.entry {
+                Entry::Absent if self.absent_shows_backing() => {
+                    self.shown_by_absent(at)?.read_at(at, part)?;
+                }
+                Entry::Open(stored) => {
+                    self.file.read_at(stored.at.0 + at - piece.start, part)?;
+                }
+                _ => {
+                    let mut done = 0;
+                    self.give_piece(&piece, at, take, &mut |bytes| {
+                        part[done..done + bytes.len()].copy_from_slice(bytes);
+                        done += bytes.len();
+                    })?;
+                }
+            }
+            at += take;
+        }
+        Ok(())
+    }
+
+    /// Same as [`Image::read_pieces`], for a sink as that of [`BlockDevice::read_with`].
+    fn give_pieces(
+        &self,
+        range: Range<u64>,
+        pieces: &dyn Fn(u64) -> Result<Piece, Error>,
+        sink: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let mut at = range.start;
+        while at < range.end {
+            let piece = pieces(at)?;
+            let take = (piece.start + piece.length).min(range.end) - at;
+            self.give_piece(&piece, at, take, sink)?;
+            at += take;
+        }
+        Ok(())
+    }
+
+    /// Gives `take` bytes of a piece, from byte `at` of the address space on, to `sink`.
+    fn give_piece(
+        &self,
+        piece: &Piece,
+        at: u64,
+        take: u64,
+        sink: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let skip = at - piece.start;
+        match piece.entry {
+            Entry::Raw(stored) | Entry::Zstd(stored) => {
+                let block = self.block(piece, &stored)?;
+                sink(&block[skip as usize..(skip + take) as usize]);
+            }
+            Entry::Open(stored) => self.read_stored(stored.at.0 + skip, take, sink)?,
+            Entry::Window { .. } | Entry::Fragment { .. } => {
+                let (backing, shown) = piece.entry.shown().unwrap_or_default();
+                let from = shown.start + skip;
+                let there = shown.end.saturating_sub(from).min(take);
+                if there > 0 {
+                    self.read_backing(backing, at, from, there, sink)?;
+                }
+                give_zeros(take - there, sink);
+            }
+            Entry::Absent if self.absent_shows_backing() => {
+                self.shown_by_absent(at)?.read_with(at, take, sink)?;
+            }
+            Entry::Absent | Entry::Zero | Entry::Table(_) => give_zeros(take, sink),
+        }
+        Ok(())
+    }
+
+    /// The status of a piece from byte `at` of the address space on, of at most `length` bytes.
+    fn piece_status(&self, piece: &Piece, at: u64, length: u64) -> Result<Status, Error> {
+        let skip = at - piece.start;
+        let length = (piece.length - skip).min(length);
+        match Extent::of(piece, self.absent_shows_backing()).mapping {
+            Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
+                Ok(Status::data(length))
+            }
+            Mapping::Zero => Ok(Status::zeros(length)),
+            Mapping::Hole => Ok(Status::hole(length)),
+            // The block of a fragment counts as data as a whole: callers work with whole sectors.
+            Mapping::Backing {
+                by: ShownBy::Fragment,
+                index,
+                offset,
+                bytes,
+            } => {
+                let below = self.backing_status(index, offset, 0, bytes, 1)?;
+                Ok(Status {
+                    depth: below.depth.max(2),
+                    ..Status::data(length)
+                })
+            }
+            Mapping::Backing {
+                by: ShownBy::Absent,
+                offset,
+                ..
+            } => match (self.shown_by_absent(offset), self.disk_backing()) {
+                (Err(_), Some(entry)) if at >= entry.size => Ok(Status::hole(length)),
+                (below, _) => below?.status(at, length),
+            },
+            Mapping::Backing {
+                by: ShownBy::Window,
+                index,
+                offset,
+                bytes,
+            } => self.backing_status(index, offset, skip, bytes, length),
+        }
     }
 
     /// Reads bytes of the file past the block cache: a writer may change them in place.
@@ -511,36 +644,8 @@ impl BlockDevice for Image {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        let range = checked_range(offset, buf.len() as u64, self.header.size)?;
-        let mut at = range.start;
-        while at < range.end {
-            let rest = &mut buf[(at - range.start) as usize..];
-            let piece = self.piece(at)?;
-            let raw = self.read_raw(&piece, at, rest)?;
-            if raw > 0 {
-                at += raw as u64;
-                continue;
-            }
-            let take = (piece.start + piece.length).min(range.end) - at;
-            let part = &mut rest[..take as usize];
-            match piece.entry {
-                Entry::Absent if self.absent_shows_backing() => {
-                    self.shown_by_absent(at)?.read_at(at, part)?;
-                }
-                Entry::Open(stored) => {
-                    self.file.read_at(stored.at.0 + at - piece.start, part)?;
-                }
-                _ => {
-                    let mut done = 0;
-                    self.read_with(at, take, &mut |bytes| {
-                        part[done..done + bytes.len()].copy_from_slice(bytes);
-                        done += bytes.len();
-                    })?;
-                }
-            }
-            at += take;
-        }
-        Ok(())
+        checked_range(offset, buf.len() as u64, self.header.size)?;
+        self.read_pieces(offset, buf, &|at| self.piece(at))
     }
 
     fn read_with(
@@ -550,75 +655,12 @@ impl BlockDevice for Image {
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Error> {
         let range = checked_range(offset, length, self.header.size)?;
-        let mut at = range.start;
-        while at < range.end {
-            let piece = self.piece(at)?;
-            let skip = at - piece.start;
-            let take = (piece.length - skip).min(range.end - at);
-            match piece.entry {
-                Entry::Raw(stored) | Entry::Zstd(stored) => {
-                    let block = self.block(&piece, &stored)?;
-                    sink(&block[skip as usize..(skip + take) as usize]);
-                }
-                Entry::Open(stored) => self.read_stored(stored.at.0 + skip, take, sink)?,
-                Entry::Window { .. } | Entry::Fragment { .. } => {
-                    let (backing, shown) = piece.entry.shown().unwrap_or_default();
-                    let from = shown.start + skip;
-                    let there = shown.end.saturating_sub(from).min(take);
-                    if there > 0 {
-                        self.read_backing(backing, at, from, there, sink)?;
-                    }
-                    give_zeros(take - there, sink);
-                }
-                Entry::Absent if self.absent_shows_backing() => {
-                    self.shown_by_absent(at)?.read_with(at, take, sink)?;
-                }
-                Entry::Absent | Entry::Zero | Entry::Table(_) => give_zeros(take, sink),
-            }
-            at += take;
-        }
-        Ok(())
+        self.give_pieces(range, &|at| self.piece(at), sink)
     }
 
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
         let range = checked_range(offset, length.max(1), self.header.size)?;
-        let extent = self.map(range.start)?;
-        let skip = range.start - extent.offset;
-        let length = (extent.length - skip).min(range.end - range.start);
-        match extent.mapping {
-            Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
-                Ok(Status::data(length))
-            }
-            Mapping::Zero => Ok(Status::zeros(length)),
-            Mapping::Hole => Ok(Status::hole(length)),
-            // The block of a fragment counts as data as a whole: callers work with whole sectors.
-            Mapping::Backing {
-                by: ShownBy::Fragment,
-                index,
-                offset,
-                bytes,
-            } => {
-                let below = self.backing_status(index, offset, 0, bytes, 1)?;
-                Ok(Status {
-                    depth: below.depth.max(2),
-                    ..Status::data(length)
-                })
-            }
-            Mapping::Backing {
-                by: ShownBy::Absent,
-                offset,
-                ..
-            } => match (self.shown_by_absent(offset), self.disk_backing()) {
-                (Err(_), Some(entry)) if range.start >= entry.size => Ok(Status::hole(length)),
-                (below, _) => below?.status(range.start, length),
-            },
-            Mapping::Backing {
-                by: ShownBy::Window,
-                index,
-                offset,
-                bytes,
-            } => self.backing_status(index, offset, skip, bytes, length),
-        }
+        self.piece_status(&self.piece(offset)?, offset, range.end - offset)
     }
 
     fn has_windows(&self) -> bool {

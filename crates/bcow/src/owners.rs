@@ -98,6 +98,11 @@ pub(crate) struct Search<'a> {
 }
 
 impl Search<'_> {
+    /// What is known so far.
+    pub(crate) fn owners(&self) -> &Owners {
+        self.owners
+    }
+
     /// Number of files that were searched: the number of the next one.
     pub(crate) fn searched(&self) -> usize {
         self.owners.searched.load(Ordering::Relaxed).into()
@@ -123,21 +128,31 @@ impl Search<'_> {
     }
 
     /// Adds what is known of the same region of the files from number `above` on, which count from
-    /// 0 in `known`. `last` is the number of the last file here. Returns the number of files that
-    /// were searched.
-    pub(crate) fn take_over(&self, known: &Owners, above: usize, last: usize) -> usize {
+    /// 0 in `known`. `last` is the number of the last file here. Calls `taken` with each block that
+    /// got its owner. Returns the number of files that were searched.
+    pub(crate) fn take_over(
+        &self,
+        known: &Owners,
+        above: usize,
+        last: usize,
+        mut taken: impl FnMut(usize),
+    ) -> usize {
         // Loaded before the owners: an unknown block is absent in all of these files.
         let searched = known.searched.load(Ordering::Acquire);
-        let mut block = 0;
-        while block < BLOCKS {
-            let (owner, count) = known.run(block..BLOCKS);
-            let blocks = block..block + count;
-            match owner {
-                Some(Owner::File(file)) => self.give(blocks, Owner::File((above + file).min(last))),
-                Some(Owner::Hole) => self.give(blocks, Owner::Hole),
+        for block in 0..BLOCKS {
+            if self.owners.has(block..block + 1) {
+                continue;
+            }
+            match known.run(block..block + 1).0 {
+                Some(Owner::File(file)) if above + file <= last => {
+                    self.give(block..block + 1, Owner::File(above + file));
+                    taken(block);
+                }
+                // The search goes on in the last file.
+                Some(Owner::File(_)) => self.give(block..block + 1, Owner::File(last)),
+                Some(Owner::Hole) => self.give(block..block + 1, Owner::Hole),
                 None => {}
             }
-            block += count;
         }
         (above + usize::from(searched)).min(last)
     }
@@ -177,15 +192,20 @@ mod tests {
         let owners = Owners::new();
         let search = owners.search();
         search.give(0..1, Owner::File(0));
-        assert_eq!(search.take_over(&below, 1, 9), 5);
+        let mut taken = Vec::new();
+        assert_eq!(search.take_over(&below, 1, 9, |block| taken.push(block)), 5);
+        assert_eq!(taken, [1]);
         let runs = [(file(0), 1), (file(4), 1), (Some(Owner::Hole), 1)];
         for (block, run) in (0..).zip(runs) {
             assert_eq!(owners.run(block..BLOCKS), run);
         }
         assert_eq!(owners.run(3..BLOCKS), (None, BLOCKS - 3));
-        // A chain of too many files: the search goes on in the last one.
-        let short = Owners::new();
-        assert_eq!(short.search().take_over(&below, 1, 2), 2);
+        // A chain of too many files.
+        let (short, mut taken) = (Owners::new(), Vec::new());
+        let searched = short
+            .search()
+            .take_over(&below, 1, 2, |block| taken.push(block));
+        assert_eq!((searched, taken), (2, vec![0]));
         assert_eq!(short.run(0..BLOCKS), (file(1), 1));
         assert_eq!(short.run(1..BLOCKS), (file(2), 1));
     }

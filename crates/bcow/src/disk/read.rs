@@ -8,7 +8,8 @@ use super::region::{Region, RegionState};
 use super::regions::FoundRegion;
 use super::{Disk, Inner, Operation, RegionBlock, block_at, by_region};
 use crate::cache::BlockKey;
-use crate::checked::{Piece, check_raw, read_block};
+use crate::checked::{check_raw, read_block};
+use crate::piece::Piece;
 use crate::sync::Arc;
 use crate::{BlockDevice, Error, Extent, Status};
 

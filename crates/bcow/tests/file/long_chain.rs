@@ -189,6 +189,36 @@ fn a_read_through_many_files_reads_one_table_and_one_block() {
 }
 
 #[test]
+fn blocks_of_many_files_are_found_without_a_table() {
+    let (mut chain, mut blocks) = spread(40, 16, 4);
+    blocks.retain(|block| block.0 > 0);
+    // 640 tables of 24 KiB do not fit into the cache, but one for each region does.
+    let mut disk = chain.disk_over(&OpenOptions::default());
+    let mut random = Random::new(1);
+    for number in 40..44 {
+        blocks.iter().for_each(|block| assert_reads(&disk, block));
+        let reads = 1000;
+        let count = chain.count(|| {
+            for _ in 0..reads {
+                assert_reads(&disk, random.pick(&blocks));
+            }
+        });
+        assert_eq!(count, reads);
+        // The map of the next disk has the entries of this one.
+        disk.write_zeroes(0, BLOCK, Space::Free).unwrap();
+        disk.checkpoint().unwrap();
+        chain.files.push(chain.new_file());
+        let file = chain.files.last().expect("just added").clone();
+        disk = disk
+            .create_over(format!("file-{number}"), file, None)
+            .unwrap();
+        let count = chain.count(|| blocks.iter().for_each(|block| assert_reads(&disk, block)));
+        // And the table of the one region that the snapshot changed.
+        assert!(count <= blocks.len() as u64 + 1, "{count}");
+    }
+}
+
+#[test]
 fn the_first_read_of_a_region_searches_no_more_files_than_are_above_its_block() {
     let (chain, blocks) = spread(20, 16, 4);
     for region in 0..16 {
@@ -226,8 +256,8 @@ fn a_snapshot_takes_the_map_over() {
                 read += 1;
             }
         });
-        // The table and the block of each, and the tables of two new files for each region. Only
-        // the first region has such tables.
+        // The table and the block of each, and the tables of two new files, which have changed one
+        // region.
         assert!(count <= 2 * read + 4, "{count} reads for {read} blocks");
     }
 }
