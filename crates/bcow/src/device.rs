@@ -61,8 +61,8 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
-    /// The device as a value of its own type, if its mapping does not change while it is open and
-    /// blocks of it can show another device: then the map of a chain includes it.
+    /// The device as a value of its own type, if its mapping does not change while it is open: then
+    /// the map of a chain can include it.
     fn into_any(self: Arc<Self>) -> Option<Arc<dyn Any + Send + Sync>> {
         None
     }

@@ -81,7 +81,12 @@ impl Chain {
     }
 
     fn open(&self, options: &OpenOptions) -> Option<Arc<Image>> {
-        self.files.iter().fold(None, |below, file| {
+        self.open_first(self.files.len(), options)
+    }
+
+    /// Opens the lowest files.
+    fn open_first(&self, count: usize, options: &OpenOptions) -> Option<Arc<Image>> {
+        self.files[..count].iter().fold(None, |below, file| {
             let below = OneBacking(below.map(|image: Arc<Image>| image as Arc<dyn BlockDevice>));
             Some(Image::open_with_backings(file.clone(), options, &below).unwrap())
         })
@@ -443,6 +448,43 @@ fn a_damaged_table_fails_only_what_it_may_have_and_by_its_name() {
     chain.files[1].write_at(at + 20, &[0]).unwrap();
     for (block, number) in [(0, 1), (1, 2), (2, 3)] {
         assert_reads(&*image, &(block * BLOCK, number));
+    }
+}
+
+/// A block in the log is found, although the table that has the others cannot be read.
+#[test]
+fn a_table_that_cannot_be_read_hides_no_block_of_the_log() {
+    let mut chain = three_files();
+    chain.push(&small_blocks(2 * REGION), |disk| {
+        disk.write_at(3 * BLOCK, &[4; BLOCK as usize]).unwrap();
+    });
+    // A record without a checkpoint.
+    let file = chain.files.last().expect("just added").clone();
+    let options = OpenOptions::default();
+    let below = chain.open_first(3, &options).unwrap();
+    let below = OneBacking(Some(below));
+    let disk = Disk::open(file.clone(), &options, &below).unwrap();
+    disk.write_at(4 * BLOCK, &[5; BLOCK as usize]).unwrap();
+    disk.flush().unwrap();
+    drop(disk);
+    let nothing_cached = OpenOptions {
+        cache: BlockCache::new(0),
+        ..OpenOptions::default()
+    };
+    let disk = chain.disk_over(&nothing_cached);
+    let at = table_of(&file, 0);
+    file.write_at(at + 20, &[0xff]).unwrap();
+    for _ in 0..2 {
+        assert_reads(&disk, &(4 * BLOCK, 5));
+        for block in [0, 3, 5] {
+            let read = disk.read_at(block * BLOCK, &mut [0; BLOCK as usize]);
+            assert_eq!(read.unwrap_err().code(), Some("table-crc"), "{block}");
+        }
+        assert_reads(&disk, &(REGION, 1));
+    }
+    file.write_at(at + 20, &[0]).unwrap();
+    for (block, byte) in [(0, 1), (3, 4), (4, 5)] {
+        assert_reads(&disk, &(block * BLOCK, byte));
     }
 }
 
