@@ -6,7 +6,7 @@ qemu-storage-daemon (qcow2) serve.
 
     benches/snapshots.py --work DIR [--bcow target/release/bcow] [--image IMG] [--rounds 3]
                          [--changed 10,1024] [--subjects fuse,kernel,btrfs,overlayfs]
-                         [--hosts ext4,xfs,btrfs] [--parts sizes,disks,row,steps,forks]
+                         [--hosts ext4,xfs,btrfs] [--parts sizes,disks,depth,row,steps,forks]
                          [--row 100] [--steps 200] [--forks 1000]
 
 - sizes: each sample begins with a new mount, and changes --changed MiB in it, in files of 1 MiB.
@@ -15,6 +15,9 @@ qemu-storage-daemon (qcow2) serve.
   first list of the root directory. "Stored" is what the snapshot and the fork together take of the
   file system. With --image, a BCoW file of a root file system, python3 imports numpy in the fork.
 - disks: the same with a disk. "Fork" and "rollback" end with the first read from a server.
+- depth: random reads of 4 KiB of a served disk of 1 GiB, after more and more snapshots, with 2,000
+  writes of 4 KiB all over it after each. "First" is a new server with an empty page cache, "later"
+  the same server after 20,000 reads; each with its ratio to the disk without a snapshot.
 - row: --row snapshots (of the kernel driver, at most 60) one after the other while the program
   writes. Reads of 4 KiB, past the page cache, and first writes of 4 KiB with fsync, before and
   after.
@@ -54,6 +57,12 @@ PROBES = 2000
 # At most 64 files can be below a disk: where the parts `row` and `steps` of the kernel driver end.
 MOST_SNAPSHOTS = 60
 DISK = 4 << 30
+# The part `depth`: the MiB that are written first, numbers of snapshots, writes after each, and
+# reads before those that are measured as "later".
+DEPTH_MIB = 1024
+DEPTHS = [0, 1, 16, MOST_SNAPSHOTS]
+SPREAD = 2000
+WARM = 20_000
 
 
 class Writer:
@@ -492,6 +501,47 @@ class Bench:
         times = writer.pause(begin, end), end - begin, to_fork, back
         return [*(time * 1e3 for time in times), stored / MIB]
 
+    def depth(self):
+        rows = self.attempt("reads through snapshots", self.work / "depth", self.depth_rows)
+        table("### Random reads of 4 KiB of a served disk, by the number of its snapshots",
+              ["snapshots", "first, us", "ratio", "later, us", "ratio"], rows or [])
+
+    def depth_rows(self):
+        home = self.home(self.work / "depth")
+        subject, disk = BcowDisk(self, home), home / "vm.bcow"
+        with serving(disk, subject.command(disk)) as client:
+            for number in range(DEPTH_MIB):
+                client.pwrite(os.urandom(MIB), number * MIB)
+            client.flush()
+        rows, taken, alone = [], 0, None
+        for count in DEPTHS:
+            with serving(disk, subject.command(disk)) as client:
+                for number in range(taken, count):
+                    run([self.bcow, "snapshot", disk, f"s{number}"])
+                    for _ in range(SPREAD):
+                        client.pwrite(os.urandom(BLOCK), self.random_block())
+                    client.flush()
+            taken = count
+            drop_caches()
+            with serving(disk, subject.command(disk)) as client:
+                first = self.read_time(client)
+                for _ in range(WARM):
+                    client.pread(BLOCK, self.random_block())
+                times = [first, self.read_time(client)]
+            alone = alone or times
+            cells = ((shown(time * 1e6), shown(time / base)) for time, base in zip(times, alone))
+            rows.append([str(count), *(cell for pair in cells for cell in pair)])
+        shutil.rmtree(home)
+        return rows
+
+    def random_block(self):
+        return self.random.randrange(DEPTH_MIB * MIB // BLOCK) * BLOCK
+
+    def read_time(self, client):
+        """The median of random reads."""
+        return statistics.median(seconds(lambda: client.pread(BLOCK, self.random_block()))
+                                 for _ in range(PROBES))
+
     def row(self):
         rows = []
         for name, host in self.hosts(["ext4"]):
@@ -629,7 +679,7 @@ def main():
     parser.add_argument("--subjects", type=words, default=[*KINDS])
     parser.add_argument("--hosts", type=words, default=["ext4", "xfs", "btrfs"])
     parser.add_argument("--parts", type=words,
-                        default=["sizes", "disks", "row", "steps", "forks"])
+                        default=["sizes", "disks", "depth", "row", "steps", "forks"])
     parser.add_argument("--row", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--forks", type=int, default=1000)

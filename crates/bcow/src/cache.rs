@@ -9,15 +9,21 @@ use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
 use serde::{Deserialize, Serialize};
 
+use crate::merged::MergedTable;
+use crate::owners::Owners;
 use crate::storage::Version;
 use crate::sync::Arc;
 use crate::verify::Verify;
 
 const DEFAULT_BYTES: u64 = 64 << 20;
-/// The budget of decoded sub-block tables is the block budget divided by this.
+/// The budget of decoded sub-block tables is the block budget divided by this, and so is that of
+/// the merged tables of chains.
 const TABLE_SHARE: u64 = 8;
 /// The budget of verified pieces of Merkle trees is the block budget divided by this.
 const PIECE_SHARE: u64 = 16;
+/// The budget of the owners of blocks in chains is the block budget divided by this. With the
+/// default of 64 MiB, they take 8 MiB, for 30 GiB of address space.
+const OWNERS_SHARE: u64 = 8;
 /// Number of files whose identities a common cache remembers. A forgotten file gets a new one.
 const MAX_FILES: usize = 1 << 14;
 /// Least budget for these pieces in bytes. Without them each read would hash up to the root.
@@ -41,6 +47,8 @@ struct Caches {
     blocks: Cache<BlockKey, Arc<Vec<u8>>, BlockWeight>,
     tables: Cache<TableKey, Arc<SubBlockTable>, TableWeight>,
     pieces: Cache<PieceKey, Arc<Vec<u8>>, BlockWeight>,
+    owners: Cache<TableKey, Arc<Owners>, OwnersWeight>,
+    merged: Cache<TableKey, Arc<MergedTable>, MergedWeight>,
     /// For a common cache: the files that were opened.
     files: Option<Cache<OpenedAs, FileId>>,
 }
@@ -99,8 +107,8 @@ pub(crate) struct PieceKey {
 
 impl BlockCache {
     /// A cache with a budget of `bytes` for decoded blocks. In addition it uses up to an eighth of
-    /// that for sub-block tables and, for files that are verified by a Merkle tree, up to a
-    /// sixteenth (at least 1 MiB).
+    /// that for sub-block tables, a quarter for the maps of chains, and for files that are verified
+    /// by a Merkle tree up to a sixteenth (at least 1 MiB).
     pub fn new(bytes: u64) -> Self {
         BlockCache::with_files(bytes, None)
     }
@@ -120,6 +128,8 @@ impl BlockCache {
             blocks: cache(bytes, BlockWeight),
             tables: cache(bytes / TABLE_SHARE, TableWeight),
             pieces: cache((bytes / PIECE_SHARE).max(LEAST_PIECE_BYTES), BlockWeight),
+            owners: cache(bytes / OWNERS_SHARE, OwnersWeight),
+            merged: cache(bytes / TABLE_SHARE, MergedWeight),
         }))
     }
 
@@ -153,6 +163,8 @@ impl BlockCache {
         self.0.blocks.retain(|_, _| false);
         self.0.tables.retain(|_, _| false);
         self.0.pieces.retain(|_, _| false);
+        self.0.owners.retain(|_, _| false);
+        self.0.merged.retain(|_, _| false);
     }
 
     /// Returns the counters and the state.
@@ -186,6 +198,28 @@ impl BlockCache {
             .pieces
             .get_or_insert_with(&key, || read().map(Arc::new))
     }
+
+    /// The owners of the blocks of a region of a chain; unknown ones if the cache has none.
+    pub(crate) fn owners(&self, key: TableKey) -> Arc<Owners> {
+        let new = || Ok::<_, std::convert::Infallible>(Arc::new(Owners::new()));
+        let owners = self.0.owners.get_or_insert_with(&key, new);
+        owners.unwrap_or_else(|never| match never {})
+    }
+
+    /// The same, if the cache has them.
+    pub(crate) fn known_owners(&self, key: TableKey) -> Option<Arc<Owners>> {
+        self.0.owners.peek(&key)
+    }
+
+    /// The entries of a region of a chain, if the cache has them.
+    pub(crate) fn merged(&self, key: TableKey) -> Option<Arc<MergedTable>> {
+        self.0.merged.get(&key)
+    }
+
+    /// Replaces the entries of a region of a chain.
+    pub(crate) fn set_merged(&self, key: TableKey, table: MergedTable) {
+        self.0.merged.insert(key, Arc::new(table));
+    }
 }
 
 /// 64 MiB, not shared.
@@ -209,6 +243,24 @@ struct TableWeight;
 impl Weighter<TableKey, Arc<SubBlockTable>> for TableWeight {
     fn weight(&self, _: &TableKey, table: &Arc<SubBlockTable>) -> u64 {
         (table.entries.len() * size_of::<Entry>()) as u64 + 64
+    }
+}
+
+#[derive(Clone)]
+struct OwnersWeight;
+
+impl Weighter<TableKey, Arc<Owners>> for OwnersWeight {
+    fn weight(&self, _: &TableKey, _: &Arc<Owners>) -> u64 {
+        Owners::bytes()
+    }
+}
+
+#[derive(Clone)]
+struct MergedWeight;
+
+impl Weighter<TableKey, Arc<MergedTable>> for MergedWeight {
+    fn weight(&self, _: &TableKey, _: &Arc<MergedTable>) -> u64 {
+        MergedTable::bytes()
     }
 }
 

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use bcow_format::{
-    Entry, FormatError, HEADER_AREA_BYTES, Header, Section, SectionKind, Stored, SubBlockTable,
+    FormatError, HEADER_AREA_BYTES, Header, Section, SectionKind, Stored, SubBlockTable,
     choose_header, crc32c, decode_table,
 };
 
 use crate::codec::{check_crc, decode_block};
 use crate::merkle::Verifier;
+use crate::piece::Piece;
 use crate::storage::Storage;
 use crate::{BlockProblem, Error};
 
@@ -16,29 +17,6 @@ use crate::{BlockProblem, Error};
 pub(crate) struct CheckedFile {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) verifier: Option<Verifier>,
-}
-
-/// A range of the address space with one entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Piece {
-    pub(crate) start: u64,
-    pub(crate) length: u64,
-    /// Never [`Entry::Table`].
-    pub(crate) entry: Entry,
-}
-
-impl Piece {
-    /// The block that covers byte `at` of a region of `length` bytes with this table. It counts
-    /// from the start of the region.
-    pub(crate) fn of_table(table: &SubBlockTable, at: u64, length: u64) -> Self {
-        let block = u64::from(table.block_shift.bytes());
-        let start = at / block * block;
-        Piece {
-            start,
-            length: block.min(length - start),
-            entry: table.entries[(at / block) as usize],
-        }
-    }
 }
 
 impl CheckedFile {

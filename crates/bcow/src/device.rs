@@ -1,6 +1,9 @@
 //! The interface between a block address space and its user: a file system reader, a mount, a
 //! server.
 
+use std::any::Any;
+use std::sync::Arc;
+
 use crate::Error;
 use crate::storage::FileIdentity;
 
@@ -55,6 +58,12 @@ pub trait BlockDevice: Send + Sync {
     /// The BCoW file with this address space, if known. Devices with the same identity have the
     /// same bytes at the same places.
     fn identity(&self) -> Option<FileIdentity> {
+        None
+    }
+
+    /// The device as a value of its own type, if its mapping does not change while it is open: then
+    /// the map of a chain can include it.
+    fn into_any(self: Arc<Self>) -> Option<Arc<dyn Any + Send + Sync>> {
         None
     }
 }

@@ -5,7 +5,11 @@
 //! decoder. The only locks are those of the caches; they are sharded, and not held across I/O of
 //! another block.
 
+mod below;
+
+use std::any::Any;
 use std::fs::File;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -16,17 +20,18 @@ use bcow_format::{
 use sha2::{Digest, Sha256};
 
 use crate::cache::{BlockKey, FileId, TableKey};
-use crate::checked::{
-    CheckedFile, Piece, check_raw, read_block, read_header, read_metadata, read_table,
-};
+use crate::checked::{CheckedFile, check_raw, read_block, read_header, read_metadata, read_table};
 use crate::device::checked_range;
 use crate::log;
 use crate::merkle::Verifier;
-use crate::overlay::Overlay;
+use crate::overlay::{LoggedRegion, Overlay};
+use crate::piece::Piece;
 use crate::root::{Root, check_windows};
 use crate::storage::Storage;
 use crate::verify::Verify;
 use crate::{BlockCache, BlockDevice, Error, Extent, Mapping, ShownBy, Status};
+
+pub(crate) use below::Below;
 
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
@@ -96,6 +101,8 @@ pub struct Image {
     logged: Overlay,
     last_sequence: u64,
     backings: Vec<(BackingEntry, Option<Arc<dyn BlockDevice>>)>,
+    /// Backing 0 of a disk, which its absent blocks show, if it is available.
+    below: Option<Arc<Below>>,
     id: FileId,
     cache: BlockCache,
 }
@@ -121,6 +128,33 @@ impl Image {
         options: &OpenOptions,
         resolver: &dyn BackingResolver,
     ) -> Result<Arc<Image>, Error> {
+        let mut image = Image::open_file(storage, options, resolver)?;
+        if image.absent_shows_backing()
+            && let Some((entry, Some(device))) = image.backings.first()
+        {
+            let below = Below::new(entry.clone(), Arc::clone(device), &image.cache);
+            image.below = Some(below);
+        }
+        Ok(Arc::new(image))
+    }
+
+    /// Opens the file of a disk whose backing is open already, with the same map.
+    pub(crate) fn open_over(
+        storage: Arc<dyn Storage>,
+        options: &OpenOptions,
+        below: Option<Arc<Below>>,
+    ) -> Result<Arc<Image>, Error> {
+        let device = below.as_ref().map(|below| Arc::clone(below.device()));
+        let mut image = Image::open_file(storage, options, &OneBacking(device))?;
+        image.below = below;
+        Ok(Arc::new(image))
+    }
+
+    fn open_file(
+        storage: Arc<dyn Storage>,
+        options: &OpenOptions,
+        resolver: &dyn BackingResolver,
+    ) -> Result<Image, Error> {
         let header = read_header(&*storage)?;
         // The content of a file that is not sealed may change while it is open.
         let version = match header.state {
@@ -165,9 +199,10 @@ impl Image {
             logged: Overlay::default(),
             last_sequence: 0,
             backings,
+            below: None,
         };
         image.replay()?;
-        Ok(Arc::new(image))
+        Ok(image)
     }
 
     fn replay(&mut self) -> Result<(), Error> {
@@ -218,6 +253,11 @@ impl Image {
     /// The backing with this index of the backing table, if it is available.
     pub fn backing(&self, index: u32) -> Option<&Arc<dyn BlockDevice>> {
         self.backings.get(index as usize)?.1.as_ref()
+    }
+
+    /// What the absent blocks of a disk show, if it is available.
+    pub(crate) fn below(&self) -> Option<&Arc<Below>> {
+        self.below.as_ref()
     }
 
     /// The metadata section (spec section 13); an empty object if the file has no such section.
@@ -284,27 +324,35 @@ impl Image {
 
     /// The piece that covers `offset`, which lies inside the address space.
     pub(crate) fn piece(&self, offset: u64) -> Result<Piece, Error> {
-        let region = offset >> self.header.region_shift;
-        let region_start = region << self.header.region_shift;
-        let (at, length) = (offset - region_start, self.header.region_length(region));
-        let logged = self.logged.region(region);
-        let logged = logged.and_then(|logged| logged.piece(at, length));
-        let piece = match (logged, self.root[region as usize]) {
-            (Some(piece), _) => piece,
-            (None, Entry::Table(stored)) => {
-                let table = self.table(region, &stored)?;
-                Piece::of_table(&table, at, length)
+        self.region(offset).piece(self, offset)
+    }
+
+    /// Calls `each` with the pieces of this file that cover a range of the address space, in order.
+    /// Looks up the table of a region once.
+    fn each_piece(&self, range: Range<u64>, mut each: impl FnMut(&Piece)) -> Result<(), Error> {
+        let mut at = range.start;
+        while at < range.end {
+            let mut region = self.region(at);
+            let end = range.end.min(region.start + region.length);
+            while at < end {
+                let piece = region.piece(self, at)?;
+                each(&piece);
+                at = piece.start + piece.length;
             }
-            (None, entry) => Piece {
-                start: 0,
-                length,
-                entry,
-            },
-        };
-        Ok(Piece {
-            start: region_start + piece.start,
-            ..piece
-        })
+        }
+        Ok(())
+    }
+
+    fn region(&self, offset: u64) -> ImageRegion<'_> {
+        let index = offset >> self.header.region_shift;
+        ImageRegion {
+            index,
+            start: index << self.header.region_shift,
+            length: self.header.region_length(index),
+            logged: self.logged.region(index),
+            root: self.root[index as usize],
+            table: None,
+        }
     }
 
     fn table(&self, region: u64, stored: &Stored) -> Result<Arc<SubBlockTable>, Error> {
@@ -348,8 +396,14 @@ impl Image {
     /// Reads raw blocks from `first` on, as long as they are contiguous in the file and fit into
     /// `buf` as a whole. `at` must be the start of `first`. The bytes go directly into `buf`, past
     /// the block cache, because the page cache of the host has them in the same form. Returns the
-    /// number of bytes; 0 if `first` is not such a block.
-    fn read_raw(&self, first: &Piece, at: u64, buf: &mut [u8]) -> Result<usize, Error> {
+    /// number of bytes; 0 if `first` is not such a block. `pieces` finds the blocks behind it.
+    fn read_raw(
+        &self,
+        first: &Piece,
+        pieces: &dyn Fn(u64) -> Result<Piece, Error>,
+        at: u64,
+        buf: &mut [u8],
+    ) -> Result<usize, Error> {
         let mut run: Vec<(Piece, Stored)> = Vec::new();
         let (mut bytes, mut piece) = (0, *first);
         loop {
@@ -373,7 +427,7 @@ impl Image {
             if bytes == buf.len() as u64 {
                 break;
             }
-            piece = self.piece(at + bytes)?;
+            piece = pieces(at + bytes)?;
         }
         let Some((_, stored)) = run.first() else {
             return Ok(0);
@@ -388,6 +442,134 @@ impl Image {
             }
             Ok(bytes as usize)
         })
+    }
+
+    /// Reads a range of the address space, whose pieces `pieces` finds.
+    fn read_pieces(
+        &self,
+        offset: u64,
+        buf: &mut [u8],
+        pieces: &dyn Fn(u64) -> Result<Piece, Error>,
+    ) -> Result<(), Error> {
+        let end = offset + buf.len() as u64;
+        let mut at = offset;
+        while at < end {
+            let rest = &mut buf[(at - offset) as usize..];
+            let piece = pieces(at)?;
+            let raw = self.read_raw(&piece, pieces, at, rest)?;
+            if raw > 0 {
+                at += raw as u64;
+                continue;
+            }
+            let take = (piece.start + piece.length).min(end) - at;
+            let part = &mut rest[..take as usize];
+            match piece.entry {
+                Entry::Absent if self.absent_shows_backing() => {
+                    self.shown_by_absent(at)?.read_at(at, part)?;
+                }
+                Entry::Open(stored) => {
+                    self.file.read_at(stored.at.0 + at - piece.start, part)?;
+                }
+                _ => {
+                    let mut done = 0;
+                    self.give_piece(&piece, at, take, &mut |bytes| {
+                        part[done..done + bytes.len()].copy_from_slice(bytes);
+                        done += bytes.len();
+                    })?;
+                }
+            }
+            at += take;
+        }
+        Ok(())
+    }
+
+    /// Same as [`Image::read_pieces`], for a sink as that of [`BlockDevice::read_with`].
+    fn give_pieces(
+        &self,
+        range: Range<u64>,
+        pieces: &dyn Fn(u64) -> Result<Piece, Error>,
+        sink: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let mut at = range.start;
+        while at < range.end {
+            let piece = pieces(at)?;
+            let take = (piece.start + piece.length).min(range.end) - at;
+            self.give_piece(&piece, at, take, sink)?;
+            at += take;
+        }
+        Ok(())
+    }
+
+    /// Gives `take` bytes of a piece, from byte `at` of the address space on, to `sink`.
+    fn give_piece(
+        &self,
+        piece: &Piece,
+        at: u64,
+        take: u64,
+        sink: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let skip = at - piece.start;
+        match piece.entry {
+            Entry::Raw(stored) | Entry::Zstd(stored) => {
+                let block = self.block(piece, &stored)?;
+                sink(&block[skip as usize..(skip + take) as usize]);
+            }
+            Entry::Open(stored) => self.read_stored(stored.at.0 + skip, take, sink)?,
+            Entry::Window { .. } | Entry::Fragment { .. } => {
+                let (backing, shown) = piece.entry.shown().unwrap_or_default();
+                let from = shown.start + skip;
+                let there = shown.end.saturating_sub(from).min(take);
+                if there > 0 {
+                    self.read_backing(backing, at, from, there, sink)?;
+                }
+                give_zeros(take - there, sink);
+            }
+            Entry::Absent if self.absent_shows_backing() => {
+                self.shown_by_absent(at)?.read_with(at, take, sink)?;
+            }
+            Entry::Absent | Entry::Zero | Entry::Table(_) => give_zeros(take, sink),
+        }
+        Ok(())
+    }
+
+    /// The status of a piece from byte `at` of the address space on, of at most `length` bytes.
+    fn piece_status(&self, piece: &Piece, at: u64, length: u64) -> Result<Status, Error> {
+        let skip = at - piece.start;
+        let length = (piece.length - skip).min(length);
+        match Extent::of(piece, self.absent_shows_backing()).mapping {
+            Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
+                Ok(Status::data(length))
+            }
+            Mapping::Zero => Ok(Status::zeros(length)),
+            Mapping::Hole => Ok(Status::hole(length)),
+            // The block of a fragment counts as data as a whole: callers work with whole sectors.
+            Mapping::Backing {
+                by: ShownBy::Fragment,
+                index,
+                offset,
+                bytes,
+            } => {
+                let below = self.backing_status(index, offset, 0, bytes, 1)?;
+                Ok(Status {
+                    depth: below.depth.max(2),
+                    ..Status::data(length)
+                })
+            }
+            Mapping::Backing {
+                by: ShownBy::Absent,
+                offset,
+                ..
+            } => match (self.shown_by_absent(offset), self.disk_backing()) {
+                (Err(_), Some(entry)) if at >= entry.size => Ok(Status::hole(length)),
+                (below, _) => below?.status(at, length),
+            },
+            Mapping::Backing {
+                by: ShownBy::Window,
+                index,
+                offset,
+                bytes,
+            } => self.backing_status(index, offset, skip, bytes, length),
+        }
     }
 
     /// Reads bytes of the file past the block cache: a writer may change them in place.
@@ -412,10 +594,7 @@ impl Image {
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Error> {
         let (entry, device) = &self.backings[index as usize];
-        let device = device.as_ref().ok_or_else(|| Error::MissingBacking {
-            name: entry.name.to_string(),
-            logical,
-        })?;
+        let device = device.as_ref().ok_or_else(|| missing(entry, logical))?;
         let there = entry.size.saturating_sub(offset).min(length);
         if there > 0 {
             device
@@ -426,8 +605,17 @@ impl Image {
         Ok(())
     }
 
-    /// Status of a window or backing that shows `bytes` bytes from `offset` on, followed by zeros;
-    /// for `length` bytes from byte `skip` of it on.
+    /// What absent blocks show, for the one at `logical`.
+    fn shown_by_absent(&self, logical: u64) -> Result<&Below, Error> {
+        match (&self.below, self.backings.first()) {
+            (None, Some((entry, _))) => Err(missing(entry, logical)),
+            (Some(below), _) => Ok(below),
+            (None, None) => Err(Error::Inconsistent("a disk without its backing".into())),
+        }
+    }
+
+    /// Status of a window that shows `bytes` bytes from `offset` on, followed by zeros; for
+    /// `length` bytes from byte `skip` of it on.
     fn backing_status(
         &self,
         index: u32,
@@ -442,10 +630,7 @@ impl Image {
             return Ok(Status::hole(length));
         }
         let length = length.min(shown - skip);
-        let device = device.as_ref().ok_or_else(|| Error::MissingBacking {
-            name: entry.name.to_string(),
-            logical: offset,
-        })?;
+        let device = device.as_ref().ok_or_else(|| missing(entry, offset))?;
         let below = device
             .status(offset + skip, length)
             .map_err(|error| error.in_backing(&entry.name))?;
@@ -459,25 +644,8 @@ impl BlockDevice for Image {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        let range = checked_range(offset, buf.len() as u64, self.header.size)?;
-        let mut at = range.start;
-        while at < range.end {
-            let rest = &mut buf[(at - range.start) as usize..];
-            let piece = self.piece(at)?;
-            let raw = self.read_raw(&piece, at, rest)?;
-            if raw > 0 {
-                at += raw as u64;
-                continue;
-            }
-            let take = (piece.start + piece.length).min(range.end) - at;
-            let mut done = 0;
-            self.read_with(at, take, &mut |bytes| {
-                rest[done..done + bytes.len()].copy_from_slice(bytes);
-                done += bytes.len();
-            })?;
-            at += take;
-        }
-        Ok(())
+        checked_range(offset, buf.len() as u64, self.header.size)?;
+        self.read_pieces(offset, buf, &|at| self.piece(at))
     }
 
     fn read_with(
@@ -487,67 +655,12 @@ impl BlockDevice for Image {
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Error> {
         let range = checked_range(offset, length, self.header.size)?;
-        let mut at = range.start;
-        while at < range.end {
-            let piece = self.piece(at)?;
-            let skip = at - piece.start;
-            let take = (piece.length - skip).min(range.end - at);
-            match piece.entry {
-                Entry::Raw(stored) | Entry::Zstd(stored) => {
-                    let block = self.block(&piece, &stored)?;
-                    sink(&block[skip as usize..(skip + take) as usize]);
-                }
-                Entry::Open(stored) => self.read_stored(stored.at.0 + skip, take, sink)?,
-                Entry::Window { .. } | Entry::Fragment { .. } => {
-                    let (backing, shown) = piece.entry.shown().unwrap_or_default();
-                    let from = shown.start + skip;
-                    let there = shown.end.saturating_sub(from).min(take);
-                    if there > 0 {
-                        self.read_backing(backing, at, from, there, sink)?;
-                    }
-                    give_zeros(take - there, sink);
-                }
-                Entry::Absent if self.absent_shows_backing() => {
-                    self.read_backing(0, at, at, take, sink)?;
-                }
-                Entry::Absent | Entry::Zero | Entry::Table(_) => give_zeros(take, sink),
-            }
-            at += take;
-        }
-        Ok(())
+        self.give_pieces(range, &|at| self.piece(at), sink)
     }
 
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
         let range = checked_range(offset, length.max(1), self.header.size)?;
-        let extent = self.map(range.start)?;
-        let skip = range.start - extent.offset;
-        let length = (extent.length - skip).min(range.end - range.start);
-        match extent.mapping {
-            Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
-                Ok(Status::data(length))
-            }
-            Mapping::Zero => Ok(Status::zeros(length)),
-            Mapping::Hole => Ok(Status::hole(length)),
-            // The block of a fragment counts as data as a whole: callers work with whole sectors.
-            Mapping::Backing {
-                by: ShownBy::Fragment,
-                index,
-                offset,
-                bytes,
-            } => {
-                let below = self.backing_status(index, offset, 0, bytes, 1)?;
-                Ok(Status {
-                    depth: below.depth.max(2),
-                    ..Status::data(length)
-                })
-            }
-            Mapping::Backing {
-                index,
-                offset,
-                bytes,
-                ..
-            } => self.backing_status(index, offset, skip, bytes, length),
-        }
+        self.piece_status(&self.piece(offset)?, offset, range.end - offset)
     }
 
     fn has_windows(&self) -> bool {
@@ -557,6 +670,57 @@ impl BlockDevice for Image {
 
     fn identity(&self) -> Option<crate::storage::FileIdentity> {
         self.file.storage.identity()
+    }
+
+    fn into_any(self: Arc<Self>) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(self)
+    }
+}
+
+/// A region of an image.
+struct ImageRegion<'a> {
+    index: u64,
+    /// First byte in the address space.
+    start: u64,
+    /// Length in bytes.
+    length: u64,
+    logged: Option<&'a LoggedRegion>,
+    root: Entry,
+    /// The table, once a piece needed it.
+    table: Option<Arc<SubBlockTable>>,
+}
+
+impl ImageRegion<'_> {
+    /// The piece that covers byte `offset` of the address space.
+    fn piece(&mut self, image: &Image, offset: u64) -> Result<Piece, Error> {
+        let (at, length) = (offset - self.start, self.length);
+        let logged = self.logged.and_then(|logged| logged.piece(at, length));
+        let piece = match (logged, self.root) {
+            (Some(piece), _) => piece,
+            (None, Entry::Table(stored)) => {
+                let table = match &mut self.table {
+                    Some(table) => table,
+                    none => none.insert(image.table(self.index, &stored)?),
+                };
+                Piece::of_table(table, at, length)
+            }
+            (None, entry) => Piece {
+                start: 0,
+                length,
+                entry,
+            },
+        };
+        Ok(Piece {
+            start: self.start + piece.start,
+            ..piece
+        })
+    }
+}
+
+fn missing(entry: &BackingEntry, logical: u64) -> Error {
+    Error::MissingBacking {
+        name: entry.name.to_string(),
+        logical,
     }
 }
 

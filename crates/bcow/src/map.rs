@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bcow_format::{Entry, Stored};
 
-use crate::checked::Piece;
+use crate::piece::Piece;
 
 /// A range of the address space with one entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, btree_map};
 use bcow_format::{BlockShift, Entry, FormatError, Header, LogMapping, Record, Stored};
 
 use crate::Error;
-use crate::checked::Piece;
+use crate::piece::Piece;
 use crate::root::Root;
 
 /// The regions that the records of a log change, by index.

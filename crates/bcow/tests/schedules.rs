@@ -11,8 +11,9 @@ use bcow::check::{CheckOptions, check};
 use bcow::sync::atomic::{AtomicUsize, Ordering};
 use bcow::sync::thread;
 use bcow::{
-    BlockCache, BlockDevice, Compression, CreateOptions, Disk, DiskForm, Error, Image, ImageWriter,
-    Layout, MemoryStorage, OneBacking, OpenOptions, Space, Storage, WritableDevice, WriterOptions,
+    BlockCache, BlockDevice, Compression, Content, CreateOptions, Disk, DiskForm, Error, Image,
+    ImageWriter, Layout, MemoryStorage, OneBacking, OpenOptions, Space, Storage, WritableDevice,
+    WriterOptions,
 };
 use bcow_testkit::shuttle::rand::{Rng, thread_rng};
 use bcow_testkit::{below, explore};
@@ -462,4 +463,75 @@ fn readers_that_share_a_small_cache_get_each_block_as_it_is() {
             reader.join().unwrap();
         }
     });
+}
+
+/// The files of a chain, the lowest first. File N has block N of the address space, and all blocks
+/// behind it.
+fn chain() -> Vec<Vec<u8>> {
+    let mut files: Vec<Vec<u8>> = Vec::new();
+    for block in 0..BLOCKS {
+        let storage = Arc::new(MemoryStorage::default());
+        let options = CreateOptions {
+            log_bytes: 64 << 10,
+            ..options(Layout::Space, Some(4096))
+        };
+        let open = OpenOptions::default();
+        let backing = open_chain(&files, &open).map(|image| below(image));
+        let disk = Disk::create(storage.clone(), &options, backing, &open).unwrap();
+        let at = (block * BLOCK) as usize;
+        disk.write_at(block * BLOCK, &base()[at..]).unwrap();
+        disk.close().unwrap();
+        files.push(storage.to_vec());
+    }
+    files
+}
+
+fn open_chain(files: &[Vec<u8>], options: &OpenOptions) -> Option<Arc<Image>> {
+    files.iter().fold(None, |below, file| {
+        let storage = Arc::new(Slow::new(Arc::new(MemoryStorage::new(file.clone()))));
+        let below = OneBacking(below.map(|image: Arc<Image>| image as Arc<dyn BlockDevice>));
+        Some(Image::open_with_backings(storage, options, &below).unwrap())
+    })
+}
+
+/// Readers search the map of a chain, while a snapshot begins a new one that takes it over.
+#[test]
+fn readers_that_search_a_chain_find_each_block() {
+    let files: Arc<std::sync::OnceLock<Vec<Vec<u8>>>> = Arc::default();
+    explore(500, move || {
+        let files = files.get_or_init(chain);
+        let options = OpenOptions {
+            cache: BlockCache::new(if thread_rng().gen_bool(0.5) { 0 } else { 64 << 10 }),
+            ..OpenOptions::default()
+        };
+        let backing = open_chain(files, &options).map(|image| below(image));
+        let storage = || Arc::new(Slow::new(Arc::new(MemoryStorage::default())));
+        let create = CreateOptions {
+            log_bytes: 64 << 10,
+            ..crate::options(Layout::Space, None)
+        };
+        let disk = Disk::create(storage(), &create, backing, &options).unwrap();
+        let disk = Arc::new(disk);
+        let readers: Vec<_> = (0..2)
+            .map(|_| {
+                let disk = disk.clone();
+                thread::spawn(move || find_blocks(&disk))
+            })
+            .collect();
+        let over = disk.create_over("below".into(), storage(), None).unwrap();
+        find_blocks(&over);
+        for reader in readers {
+            reader.join().unwrap();
+        }
+    });
+}
+
+fn find_blocks(disk: &Disk) {
+    for _ in 0..3 {
+        let at = thread_rng().gen_range(0..BLOCKS) * BLOCK;
+        let end = thread_rng().gen_range(at + 1..=SIZE);
+        assert_shows(disk, at, &base()[at as usize..end as usize]);
+        let status = disk.status(at, BLOCK).unwrap();
+        assert_eq!(status.content, Content::Data);
+    }
 }

@@ -3,8 +3,9 @@
 use bcow_format::{BackingEntry, Entry, Header, Stored, SubBlockTable, check_fragments};
 
 use super::{CheckOptions, Report};
-use crate::checked::{CheckedFile, Piece, read_block, read_table};
+use crate::checked::{CheckedFile, read_block, read_table};
 use crate::overlay::{LoggedRegion, Overlay};
+use crate::piece::Piece;
 use crate::root::Root;
 use crate::{Error, threads};
 

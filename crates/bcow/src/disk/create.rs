@@ -208,11 +208,14 @@ impl Disk {
         Disk::open_with_ledger(storage, open, &backing, ledger)
     }
 
-    /// Same as [`Disk::create`], with the properties and the cache of this disk, and over this
-    /// disk, whose file gets the name `name`. The caller has written a checkpoint, and does not
+    /// Same as [`Disk::create`], with the properties and the cache of this disk, and over the file
+    /// of this disk, which gets the name `name`. The caller has written a checkpoint, and does not
     /// write to this disk any more. `ledger` is an empty one, as for [`Disk::open_with_ledger`].
+    ///
+    /// The new disk reads through the file, opened for reading, and not through this disk: so all
+    /// files below it are in one map, which takes over what this disk knows of those below.
     pub fn create_over(
-        self: &Arc<Self>,
+        &self,
         name: String,
         storage: Arc<dyn Storage>,
         ledger: Option<Arc<Ledger>>,
@@ -234,13 +237,14 @@ impl Disk {
             cache: self.inner.cache.clone(),
             ..OpenOptions::default()
         };
-        Disk::create_with_ledger(
-            storage,
-            &options,
-            Some((entry, self.clone() as Arc<dyn BlockDevice>)),
-            &open,
-            ledger,
-        )
+        let file = Arc::clone(&self.inner.file.storage);
+        let image = Image::open_over(file, &open, self.inner.enter().backing.clone())?;
+        if image.identity_hash() != self.identity_hash() {
+            let problem = "the file of a disk is not as its last checkpoint";
+            return Err(Error::Inconsistent(problem.into()));
+        }
+        let backing = Some((entry, image as Arc<dyn BlockDevice>));
+        Disk::create_with_ledger(storage, &options, backing, &open, ledger)
     }
 
     /// Same as [`Disk::create`], with a separate cache and without a backing.

@@ -14,7 +14,8 @@ use super::extents::Extents;
 use super::locks::Closed;
 use super::regions::read_blocks;
 use super::space::sectors;
-use super::{Backing, Disk, DiskConfig, Inner, Operation};
+use super::{Disk, DiskConfig, Inner, Operation};
+use crate::image::Below;
 use crate::root::Root;
 use crate::sync::{Arc, lock};
 use crate::{BlockDevice, Error};
@@ -77,7 +78,8 @@ impl Disk {
             if let Some((entry, _)) = &backing {
                 *bits |= entry.features();
             }
-            next.backing = backing.map(|(entry, device)| Backing { entry, device });
+            let cache = &operation.cache;
+            next.backing = backing.map(|(entry, device)| Below::new(entry, device, cache));
             Ok(())
         })
     }
@@ -119,7 +121,7 @@ impl Disk {
 pub(super) struct NextState {
     pub(super) header: Header,
     pub(super) root: Root,
-    backing: Option<Backing>,
+    backing: Option<Arc<Below>>,
     pub(super) change: Change,
 }
 
@@ -158,10 +160,7 @@ impl Inner {
         let mut next = NextState {
             header: committer.header.clone(),
             root: self.regions.root(),
-            backing: config.backing.as_ref().map(|backing| Backing {
-                entry: backing.entry.clone(),
-                device: Arc::clone(&backing.device),
-            }),
+            backing: config.backing.clone(),
             change: Change::default(),
         };
         let changed = change(operation, committer, &mut next);

@@ -18,7 +18,9 @@
 //!    the write of one record or checkpoint;
 //! 3. the lock of one [`region::Region`]: shared to read blocks or to write into them in place,
 //!    exclusive to change entries;
-//! 4. leaf locks, held for a few instructions: a shard of [`regions::Regions`], the root table, the
+//! 4. the lock of a region of the map of the files below ([`Below`]), for a search in their tables,
+//!    then a lock of the block cache;
+//! 5. leaf locks, held for a few instructions: a shard of [`regions::Regions`], the root table, the
 //!    list of changed regions, the queue of fills, [`space::Space`].
 //!
 //! The [`ledger`] has no lock: a record is written, with the lock of its region held, to a place
@@ -29,7 +31,7 @@
 //! acquired the lock again.
 //!
 //! No thread locks two regions at once. The only exclusive locks that all writers share are the
-//! leaf locks of item 4. Most of these are sharded.
+//! leaf locks of item 5. Most of these are sharded.
 
 mod ahead;
 mod blocks;
@@ -61,9 +63,10 @@ use bcow_format::{BackingEntry, BlockShift, Entry, Header, Lba, MAX_ADDRESS};
 use crate::cache::FileId;
 use crate::checked::CheckedFile;
 use crate::device::checked_range;
+use crate::image::Below;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, RwLockReadGuard, lock};
-use crate::{BlockCache, BlockDevice, Error};
+use crate::{BlockCache, Error};
 use commit::Turns;
 use committer::Committer;
 use incomplete::Fills;
@@ -152,12 +155,7 @@ struct DiskConfig {
     /// may be newer. `file_bytes` has the largest possible value, because tables may refer to
     /// places that were written after this header.
     header: Header,
-    backing: Option<Backing>,
-}
-
-struct Backing {
-    entry: BackingEntry,
-    device: Arc<dyn BlockDevice>,
+    backing: Option<Arc<Below>>,
 }
 
 /// An operation on an open disk, whose size and backing do not change meanwhile.
@@ -194,7 +192,7 @@ impl Disk {
     /// The entry of the backing, if the disk has one.
     pub fn backing(&self) -> Option<BackingEntry> {
         let config = self.inner.gate.enter();
-        config.backing.as_ref().map(|backing| backing.entry.clone())
+        config.backing.as_ref().map(|below| below.entry().clone())
     }
 
     /// The identity that a file over this one records (spec section 8). It changes with each flush
@@ -335,7 +333,7 @@ impl Operation<'_> {
 }
 
 impl DiskConfig {
-    fn new(header: &Header, backing: Option<Backing>) -> Self {
+    fn new(header: &Header, backing: Option<Arc<Below>>) -> Self {
         DiskConfig {
             header: Header {
                 file_bytes: MAX_ADDRESS,

@@ -17,8 +17,9 @@ use super::locks::Gate;
 use super::regions::{Regions, read_blocks};
 use super::resume::Changes;
 use super::space::{Space, sectors};
-use super::{Backing, Disk, DiskConfig, Inner, Layout, Ledger};
+use super::{Disk, DiskConfig, Inner, Layout, Ledger};
 use crate::checked::CheckedFile;
+use crate::image::Below;
 use crate::log::{self, Replayed};
 use crate::storage::Storage;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
@@ -264,19 +265,15 @@ fn check_writable(header: &Header) -> Result<(), Error> {
     Ok(())
 }
 
-/// The backing of a disk, with its device.
-fn backing_of(image: &Image) -> Result<Backing, Error> {
-    let entry = image.backings().next().cloned();
-    match (entry, image.backing(0)) {
-        (Some(entry), Some(device)) => Ok(Backing {
-            entry,
-            device: Arc::clone(device),
-        }),
-        (entry, _) => Err(Error::MissingBacking {
+/// The backing of a disk, with all files below it.
+fn backing_of(image: &Image) -> Result<Arc<Below>, Error> {
+    image.below().cloned().ok_or_else(|| {
+        let entry = image.backings().next();
+        Error::MissingBacking {
             name: entry.map_or_else(|| "0".to_owned(), |entry| entry.name.to_string()),
             logical: 0,
-        }),
-    }
+        }
+    })
 }
 
 /// The layout and the block size for writes: those with which the file was created, or else the

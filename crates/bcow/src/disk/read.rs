@@ -8,7 +8,8 @@ use super::region::{Region, RegionState};
 use super::regions::FoundRegion;
 use super::{Disk, Inner, Operation, RegionBlock, block_at, by_region};
 use crate::cache::BlockKey;
-use crate::checked::{Piece, check_raw, read_block};
+use crate::checked::{check_raw, read_block};
+use crate::piece::Piece;
 use crate::sync::Arc;
 use crate::{BlockDevice, Error, Extent, Status};
 
@@ -248,22 +249,13 @@ impl Operation<'_> {
 
     /// Reads the content at `start` of the address space where the entry is absent or zero.
     pub(super) fn read_below(self, entry: &Entry, start: u64, buf: &mut [u8]) -> Result<(), Error> {
-        let there = match (&self.config.backing, entry) {
-            (Some(backing), Entry::Absent) => {
-                let there = backing.entry.size.saturating_sub(start);
-                let there = there.min(buf.len() as u64) as usize;
-                if there > 0 {
-                    backing
-                        .device
-                        .read_at(start, &mut buf[..there])
-                        .map_err(|error| error.in_backing(&backing.entry.name))?;
-                }
-                there
+        match (&self.config.backing, entry) {
+            (Some(below), Entry::Absent) => below.read_at(start, buf),
+            _ => {
+                buf.fill(0);
+                Ok(())
             }
-            _ => 0,
-        };
-        buf[there..].fill(0);
-        Ok(())
+        }
     }
 
     /// Reads `range` of a block according to `entry`. Verifies the checksum, if the block has one.
@@ -342,17 +334,7 @@ impl Operation<'_> {
         };
         let length = holds.min(most);
         match (&self.config.backing, entry) {
-            (Some(backing), Entry::Absent) => {
-                let there = backing.entry.size.saturating_sub(range.start).min(length);
-                if there == 0 {
-                    return Ok(Status::hole(length));
-                }
-                let below = backing
-                    .device
-                    .status(range.start, there)
-                    .map_err(|error| error.in_backing(&backing.entry.name))?;
-                Ok(below.one_deeper())
-            }
+            (Some(below), Entry::Absent) => below.status(range.start, length),
             (None, Entry::Absent) => Ok(Status::hole(length)),
             (_, Entry::Zero) => Ok(Status::zeros(length)),
             _ => Ok(Status::data(length)),

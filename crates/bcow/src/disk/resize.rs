@@ -56,7 +56,7 @@ impl Operation<'_> {
         }
         let backing_has_data = |at: u64| {
             let backing = self.config.backing.as_ref();
-            backing.is_some_and(|backing| backing.entry.size > at)
+            backing.is_some_and(|below| below.entry().size > at)
         };
         let edge = boundary >> shift;
         if boundary & ((1 << shift) - 1) != 0 {

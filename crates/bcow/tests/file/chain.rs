@@ -179,7 +179,7 @@ fn chains_end_at_the_limit_and_in_no_circle() {
         let storage = create_file(&path(index));
         disk = Arc::new(disk.create_over(name(index - 1), storage, None).unwrap());
     }
-    // A disk that got snapshots while it was served has all files below it open as disks.
+    // As a disk that got snapshots while it was served, and as one that is opened.
     let is_right = |device: &dyn BlockDevice| {
         let mut found = [0; 8192];
         device.read_at(0, &mut found).unwrap();

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{RewriteOptions, rewrite};
 use bcow::{
-    BlockDevice, Composer, Composition, Compression, Content, Error, Image, Keep, Mapping,
-    MemoryStorage, OneBacking, OpenOptions, ShownBy,
+    BlockDevice, Composer, Composition, Compression, Content, CreateOptions, Disk, Error, Image,
+    Keep, Layout, Mapping, MemoryStorage, OneBacking, OpenOptions, ShownBy, WritableDevice,
 };
 use bcow_testkit::{assert_sound, content, noise, read};
 
@@ -129,6 +129,49 @@ fn the_map_and_the_status_of_fragments_are_those_of_whole_blocks() {
         (status.length, status.content, status.depth),
         (4096, Content::Data, 2)
     );
+}
+
+/// The map of a chain has a file with windows and fragments, which reads them itself.
+#[test]
+fn disks_over_windows_and_fragments_show_them() {
+    let (storage, _, mut expected) = composed(&pieces());
+    let view = open(storage);
+    let mut top = view.clone() as Arc<dyn BlockDevice>;
+    let written = [(2 * 65536 + 4096, 1), (3 * 65536 + 8192, 2)];
+    for (at, byte) in written {
+        let storage = Arc::new(MemoryStorage::default());
+        let options = CreateOptions {
+            layout: Layout::Space,
+            block_bytes: Some(4096),
+            ..CreateOptions::disk(SIZE)
+        };
+        let backing = Some(bcow_testkit::below(top.clone()));
+        let disk = Disk::create(storage.clone(), &options, backing, &OpenOptions::default());
+        let disk = disk.unwrap();
+        disk.write_at(at, &[byte; 4096]).unwrap();
+        expected[at as usize..][..4096].fill(byte);
+        assert!(content(&disk) == expected);
+        disk.close().unwrap();
+        let below = OneBacking(Some(top));
+        top = Image::open_with_backings(storage, &OpenOptions::default(), &below).unwrap();
+    }
+    for at in (0..SIZE).rev().step_by(4096).map(|last| last / 4096 * 4096) {
+        let status = top.status(at, 4096).unwrap();
+        assert_eq!(status.length, 4096);
+        let found = (status.depth, status.content);
+        if let Some((_, byte)) = written.iter().find(|(start, _)| *start == at) {
+            assert_eq!(found, (3 - u32::from(*byte), Content::Data));
+            continue;
+        }
+        let alone = view.status(at, 4096).unwrap();
+        let depth = if alone.depth == 0 { 0 } else { alone.depth + 2 };
+        assert_eq!(found, (depth, alone.content), "at {at}");
+    }
+    assert!(content(&*top) == expected);
+    let mut given = Vec::new();
+    top.read_with(0, SIZE, &mut |bytes| given.extend_from_slice(bytes))
+        .unwrap();
+    assert!(given == expected);
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod ahead;
 mod chain;
 mod composer;
 mod disk;
+mod long_chain;
 mod repair;
 mod restore;
 mod vectors;
