@@ -96,7 +96,7 @@ pub fn rows() -> Result<Vec<Row>, CommandError> {
     for server in &servers {
         for service in &server.services {
             let is_its = |mount: &&MountedImage| {
-                let found = server.mount(&mount.device, &mount.path);
+                let found = mount_of(server, mount);
                 found.is_some_and(|found| std::ptr::eq(found, service))
             };
             let mount = mounts.iter().find(is_its).cloned();
@@ -106,10 +106,20 @@ pub fn rows() -> Result<Vec<Row>, CommandError> {
     mounts.retain(|mount| {
         !servers
             .iter()
-            .any(|server| server.has_mount(&mount.device, &mount.path))
+            .any(|server| mount_of(server, mount).is_some())
     });
     rows.extend(at_once(&mounts, without_process));
     Ok(rows)
+}
+
+/// The service of this process that has the mount.
+fn mount_of<'s>(server: &'s Server, mount: &MountedImage) -> Option<&'s Service> {
+    match mount.driver {
+        // No process has it. The kernel may have given it the device number of a mount that has
+        // just ended, whose process lists that still.
+        Driver::Direct(_) => None,
+        Driver::Fuse | Driver::Kernel(_) => server.mount(&mount.device, &mount.path),
+    }
 }
 
 /// Does the same with each of these at the same time: a process that hangs delays its answer.
