@@ -12,10 +12,12 @@ BCOW_LTP=REGEX chooses some tests by their names.
 """
 
 import collections
+import contextlib
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,6 +94,19 @@ def run(command, where):
         return outcome, log.read().decode(errors="replace")
 
 
+def end_users_of(where):
+    """Kills what tests have left in sessions of their own."""
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        directory = os.path.join("/proc", process)
+        links = [os.path.join(directory, name) for name in ("cwd", "root", "exe")]
+        with contextlib.suppress(OSError):
+            links += [entry.path for entry in os.scandir(os.path.join(directory, "fd"))]
+        for link in links:
+            with contextlib.suppress(OSError):
+                if (os.readlink(link) + "/").startswith(where + "/"):
+                    os.kill(int(process), signal.SIGKILL)
+
+
 def run_all(name, lower, commands):
     outcomes, outputs = {}, {}
     with subjects.shown(name, lower) as subject:
@@ -101,6 +116,7 @@ def run_all(name, lower, commands):
             if os.environ.get("BCOW_LTP_LOG"):
                 print(f"{name}: {test}: {outcomes[test]} ({time.monotonic() - begun:.1f} s)",
                       flush=True)
+        end_users_of(subject.where)
     return outcomes, outputs
 
 
