@@ -17,10 +17,15 @@
 use std::iter::Peekable;
 use std::str::Chars;
 
-use regex::Regex;
+use regex::{Regex, RegexBuilder};
 
 use crate::error::Error;
 use crate::record::SnapshotRecord;
+
+/// Regular expressions in one request, at most.
+const MAX_EXPRESSIONS: usize = 64;
+/// Bytes of memory of a regular expression, at most: a short text can ask for much.
+const EXPRESSION_BYTES: usize = 1 << 20;
 
 /// Filters, at least one of which must match; without any, all snapshots match.
 pub struct Filters(Vec<Vec<Selector>>);
@@ -49,6 +54,12 @@ enum Test {
 impl Filters {
     /// Parses the filters of a request.
     pub fn parse(filters: &[String]) -> Result<Self, Error> {
+        let expressions = filters.iter().map(|text| text.matches("~=").count());
+        if expressions.sum::<usize>() > MAX_EXPRESSIONS {
+            return Err(Error::Invalid(format!(
+                "the filters have more than {MAX_EXPRESSIONS} regular expressions"
+            )));
+        }
         let parse = |text: &String| {
             Parser::new(text)
                 .filter()
@@ -162,8 +173,12 @@ impl<'t> Parser<'t> {
             "!=" => Ok(Test::NotEqual(self.value(Quotes::Double)?)),
             "~=" => {
                 let expression = self.value(Quotes::DoubleSlashOrBar)?;
-                let expression = Regex::new(&expression).map_err(|error| error.to_string())?;
-                Ok(Test::Matches(expression))
+                let expression = RegexBuilder::new(&expression)
+                    .size_limit(EXPRESSION_BYTES)
+                    .build();
+                Ok(Test::Matches(
+                    expression.map_err(|error| error.to_string())?,
+                ))
             }
             "" => Err("an operator (==, != or ~=) is missing".to_owned()),
             other => Err(format!("unsupported operator {other:?}")),
@@ -312,6 +327,11 @@ mod tests {
             ("name==\"\\q\"", "unsupported escape"),
             ("name==\"\\u12\"", "invalid escape"),
             ("name~=/(/", "unclosed group"),
+            ("name~=/((a{100}){100}){100}/", "exceeds size limit"),
+            (
+                &["name~=a"; 65].join(","),
+                "more than 64 regular expressions",
+            ),
         ] {
             let error = selects(&[filter]).unwrap_err();
             assert!(error.contains(expected), "{filter}: {error}");

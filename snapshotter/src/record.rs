@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use bcow_tool::registry::is_plain;
 use serde::{Deserialize, Serialize};
 
 /// The schema of a record without a remote layer. A reader refuses an unknown schema.
@@ -41,6 +42,11 @@ impl Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Id(pub u64);
+
+impl Id {
+    /// The largest number, so that there is always a next one.
+    pub const MAX: Id = Id(u64::MAX >> 1);
+}
 
 impl std::fmt::Display for Id {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -226,10 +232,24 @@ impl SnapshotRecord {
                     remote.layers
                 )));
             }
+            // They become options of a mount, and names of files in the cache.
+            let is_name = |root: &String| is_plain(root) && !root.contains('/');
+            if !is_plain(&remote.image) || !remote.files.iter().all(is_name) {
+                return Err(BadRecord::Damaged(format!(
+                    "the name of its image, {:?}, or of a file of it cannot be used",
+                    remote.image
+                )));
+            }
             if record.has_layer {
                 let problem = "its layer is on the disk and in a registry";
                 return Err(BadRecord::Damaged(problem.to_owned()));
             }
+        }
+        if record.id > Id::MAX {
+            return Err(BadRecord::Damaged(format!(
+                "the number {} is too large",
+                record.id
+            )));
         }
         if record.name.is_empty() {
             return Err(BadRecord::Damaged("the name is empty".to_owned()));
@@ -298,6 +318,10 @@ mod tests {
             (&line.replace("shot/1", "shot/2")[..], "unsupported schema"),
             (&line.replace("\"a\"", "\"\""), "the name is empty"),
             (&line.replace("active", "other"), "unknown variant"),
+            (
+                &line.replace(":1,", ":18446744073709551615,"),
+                "is too large",
+            ),
             // A newer schema is named even if its other fields are unknown.
             (
                 &line.replace("shot/1", "shot/9").replace("active", "other"),
@@ -331,6 +355,24 @@ mod tests {
         for layers in [0, 3, usize::MAX] {
             let error = record(layers, false).unwrap_err().to_string();
             assert!(error.contains("of an image with 2 layers"), "{error}");
+        }
+        let named = |image: &str, file: &str| {
+            let remote = RemoteLayer {
+                image: image.to_owned(),
+                layers: 1,
+                files: vec!["s".to_owned(), file.to_owned()],
+            };
+            let record =
+                SnapshotRecord::new(Id(1), Kind::Committed, "a".into(), None, Labels::new());
+            SnapshotRecord::decode(&record.in_registry(remote).encode().unwrap())
+        };
+        for (image, file) in [
+            ("docker://h/r,suid", "1"),
+            ("docker://h/r", "../../1"),
+            ("", "1"),
+        ] {
+            let error = named(image, file).unwrap_err().to_string();
+            assert!(error.contains("cannot be used"), "{error}");
         }
         let error = record(1, true).unwrap_err().to_string();
         assert!(error.contains("on the disk and in a registry"), "{error}");

@@ -22,9 +22,9 @@ impl Repository {
         let image = image.split_once('@').map_or(image, |(image, _)| image);
         let (server, path) = match image.split_once('/') {
             Some((server, path)) if server.contains(['.', ':']) || server == "localhost" => {
-                (server, path)
+                (server.to_ascii_lowercase(), path)
             }
-            _ => (HUB, image),
+            _ => (HUB.to_owned(), image),
         };
         let path = path.split_once(':').map_or(path, |(path, _)| path);
         let path = if server == HUB && !path.contains('/') {
@@ -42,11 +42,8 @@ impl Repository {
             };
             !part.is_empty() && part.bytes().all(is_plain)
         };
-        let is_valid = is_server(server) && path.split('/').all(is_part);
-        is_valid.then(|| Repository {
-            server: server.to_ascii_lowercase(),
-            path,
-        })
+        let is_valid = is_server(&server) && path.split('/').all(is_part);
+        is_valid.then_some(Repository { server, path })
     }
 
     /// The registry.
@@ -94,6 +91,7 @@ mod tests {
                 "host:5000/a/b".to_owned(),
             ),
             ("localhost/a@sha256:00", "localhost/a".to_owned()),
+            ("Docker.io/app", hub("library/app")),
         ] {
             let found = Repository::of(name).unwrap();
             assert_eq!(found.to_string(), expected, "{name}");

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use bcow::{BlockDevice, Compression, Image, OpenOptions, WriterOptions};
+use bcow::{BlockDevice, Compression, Error, Image, Mapping, OpenOptions, WriterOptions};
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::Filesystem;
@@ -78,9 +78,9 @@ pub fn join(
             .collect(),
     );
     let places = place_regions(parts.iter().map(|part| part.image.size()));
-    let joined = |image: Arc<Image>| Joined {
-        starts: starts(&image, parts, &places),
-        image,
+    let joined = |image: Arc<Image>| {
+        let starts = starts(&image, parts, &places)?;
+        Some(Joined { image, starts })
     };
     let source = Arc::new(JoinSource {
         parts: parts.to_owned(),
@@ -89,24 +89,25 @@ pub fn join(
     });
     let open = |storage| Image::open_with_backings(storage, options, &resolver);
     if let Some(path) = kept
-        && let Some(image) = kept::open(path, &source, open)
+        && let Some(joined) = kept::open(path, &source, open).and_then(joined)
     {
-        return Ok(joined(image));
+        return Ok(joined);
     }
     let tree = source.tree()?;
     if let Some(path) = kept {
         match kept::make(path, &source, &tree) {
             Ok(()) => {
-                if let Some(image) = kept::open(path, &source, open) {
-                    return Ok(joined(image));
+                if let Some(joined) = kept::open(path, &source, open).and_then(joined) {
+                    return Ok(joined);
                 }
             }
             Err(error) => tracing::warn!("cannot keep merged layers: {error}"),
         }
     }
     let file = source.write_in_memory(&tree, &source.fields)?;
-    let image = open(Arc::new(file)).map_err(|error| image_error(Path::new(MEMORY), error))?;
-    Ok(joined(image))
+    let failed = |error| image_error(Path::new(MEMORY), error);
+    let image = open(Arc::new(file)).map_err(failed)?;
+    joined(image).ok_or_else(|| failed(Error::Inconsistent("it does not show its parts".into())))
 }
 
 /// The name of a file in memory in messages.
@@ -186,17 +187,30 @@ impl JoinSource {
     }
 }
 
-/// Where the parts begin. The last one ends with the image.
-fn starts(image: &Image, parts: &[JoinPart], places: &[BlockRange]) -> Vec<u64> {
+/// Where the parts begin: the last one ends with the image. `None` if the image does not show them
+/// there.
+fn starts(image: &Image, parts: &[JoinPart], places: &[BlockRange]) -> Option<Vec<u64>> {
     let (Some(last), Some(place)) = (parts.last(), places.last()) else {
-        return Vec::new();
+        return Some(Vec::new());
     };
-    let end = image.size() - last.image.size();
-    let first = end - place.first * BLOCK_BYTES;
-    places
-        .iter()
-        .map(|place| first + place.first * BLOCK_BYTES)
-        .collect()
+    let end = image.size().checked_sub(last.image.size())?;
+    let first = end.checked_sub(place.first * BLOCK_BYTES)?;
+    let starts = places.iter().map(|place| first + place.first * BLOCK_BYTES);
+    let starts: Vec<u64> = starts.collect();
+    let shows = |at: u64, start: u64| {
+        let extent = image.map(at).ok();
+        extent.is_some_and(|extent| match extent.mapping {
+            Mapping::Backing { offset, .. } => {
+                at.checked_sub(extent.offset).map(|behind| offset + behind) == Some(at - start)
+            }
+            _ => false,
+        })
+    };
+    let is_there = |(part, &start): (&JoinPart, &u64)| {
+        let ends = [start, start + part.image.size().saturating_sub(1)];
+        ends.into_iter().all(|at| shows(at, start))
+    };
+    parts.iter().zip(&starts).all(is_there).then_some(starts)
 }
 
 /// Reads the tree of the part `index`. The content of the part is at the blocks `place`.

@@ -64,6 +64,8 @@ impl FromStr for Reference {
             }
             _ => (DOCKER_IO, rest),
         };
+        // Any spelling of it leads to its host and its credentials.
+        let server = if server.eq_ignore_ascii_case(DOCKER_IO) { DOCKER_IO } else { server };
         let (path, tag) = match path.rsplit_once(':') {
             Some((path, tag)) if is_tag(tag) => (path, Some(tag.to_owned())),
             Some(_) => return Err("the part behind the last colon is not a tag"),
@@ -541,6 +543,7 @@ mod tests {
                 "docker://docker.io/library/python:3.12",
             ),
             ("docker://user/app", "docker://docker.io/user/app"),
+            ("docker://Docker.io/app", "docker://docker.io/library/app"),
             ("docker://host.x/app", "docker://host.x/app"),
             (
                 "docker://localhost/app:1.0-rc_1",

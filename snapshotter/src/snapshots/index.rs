@@ -93,9 +93,16 @@ impl Index {
     /// The layers of a committed snapshot.
     pub fn chain(&self, name: &str) -> Result<Chain, Error> {
         let mut chain = Chain::default();
-        let mut next = Some(name);
-        while let Some(name) = next {
-            let record = self.get(name)?;
+        let (mut next, mut below) = (Some(name), 0);
+        while let Some(parent) = next {
+            let record = self.get(parent)?;
+            below += 1;
+            if below > self.entries.len() {
+                // No operation makes such records.
+                return Err(Error::State(format!(
+                    "snapshot {name:?} is damaged: it is above itself"
+                )));
+            }
             if let Some(remote) = &record.remote {
                 // It shows the layers below it, too.
                 chain.remote = Some(remote.clone());
@@ -216,6 +223,30 @@ mod tests {
         assert_eq!(index.chain("high").unwrap().layers, [low, high]);
         assert_eq!(index.chain("same").unwrap().layers, [low]);
         assert!(matches!(index.chain("none"), Err(Error::NotFound(_))));
+    }
+
+    #[test]
+    fn a_chain_that_does_not_end_is_an_error() {
+        let record = |id, name: &str, parent: &str| {
+            let parent = Some(parent.to_owned());
+            SnapshotRecord::new(
+                Id(id),
+                Kind::Committed,
+                name.to_owned(),
+                parent,
+                Labels::new(),
+            )
+        };
+        let records = vec![
+            record(1, "a", "b"),
+            record(2, "b", "a"),
+            record(3, "c", "c"),
+        ];
+        let index = Index::new(records, 4);
+        for name in ["a", "b", "c"] {
+            let error = index.chain(name).unwrap_err();
+            assert!(matches!(error, Error::State(_)), "{error}");
+        }
     }
 
     #[test]

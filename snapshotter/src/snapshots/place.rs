@@ -251,10 +251,7 @@ impl SnapshotterRoot {
 
     /// The number of the snapshot whose [`files`](Self::files) or root are at this path.
     pub fn id_of_files(&self, path: &Path) -> Option<Id> {
-        let below = path.strip_prefix(self.root.join("snapshots")).ok()?;
-        let names = ["fs", "upper", mounting::ROOT];
-        let is_files = names.iter().any(|name| below.ends_with(name));
-        below.parent().filter(|_| is_files).and_then(number).map(Id)
+        id_of_files(&self.root.join("snapshots"), path)
     }
 
     /// The directories for the unpacking of a layer into an active snapshot.
@@ -543,11 +540,25 @@ fn report<T>(result: Result<T, HostError>) {
     }
 }
 
+/// The number of the snapshot whose files or root are at this path, below the directory with the
+/// directories of all snapshots.
+pub fn id_of_files(snapshots: &Path, path: &Path) -> Option<Id> {
+    let directory = path.parent()?;
+    let is_files = ["fs", "upper", mounting::ROOT]
+        .iter()
+        .any(|name| path.ends_with(name));
+    let id = number(directory).filter(|_| is_files).map(Id)?;
+    (snapshots.join(id.to_string()) == directory).then_some(id)
+}
+
 /// The number at the begin of a name: `7`, `7.bcow` or `7-files`.
 fn number(path: &Path) -> Option<u64> {
     let name = path.file_name()?.to_str()?;
     let end = name.find(['.', '-']).unwrap_or(name.len());
-    name[..end].parse().ok()
+    name[..end]
+        .parse()
+        .ok()
+        .filter(|&number| number <= Id::MAX.0)
 }
 
 fn remove_all(path: &Path) -> Result<(), HostError> {

@@ -36,9 +36,10 @@ pub(crate) struct SharedFile {
 }
 
 impl SharedFile {
-    /// `None` for an inode that has no number.
+    /// `None` for a slot that no image gets, and for an inode that has no number.
     pub(crate) fn new(slot: u32, nid: Nid) -> Option<Self> {
-        (nid.0 >> NID_BITS == 0).then_some(SharedFile { slot, nid })
+        let has_number = (1..MAX_SLOTS).contains(&slot) && nid.0 >> NID_BITS == 0;
+        has_number.then_some(SharedFile { slot, nid })
     }
 
     /// The number of its node. No process needs to know the node to answer a request for it.
@@ -49,8 +50,7 @@ impl SharedFile {
     /// The file with this number; `None` for other nodes.
     pub(crate) fn of_number(number: u64) -> Option<Self> {
         let slot = u32::try_from(number >> NID_BITS).ok()?;
-        let nid = Nid(number & ((1 << NID_BITS) - 1));
-        (slot > 0).then_some(SharedFile { slot, nid })
+        Self::new(slot, Nid(number & ((1 << NID_BITS) - 1)))
     }
 
     /// Its name in the root directory.
@@ -62,7 +62,7 @@ impl SharedFile {
     pub(crate) fn parse(name: &str) -> Option<Self> {
         let (slot, nid) = name.split_once('-')?;
         let file = Self::new(slot.parse().ok()?, Nid(nid.parse().ok()?))?;
-        (file.slot > 0 && file.name() == name).then_some(file)
+        (file.name() == name).then_some(file)
     }
 }
 
@@ -252,6 +252,8 @@ mod tests {
             assert_eq!(file.number() >> 63, 0);
         }
         assert_eq!(SharedFile::new(1, Nid(1 << NID_BITS)), None);
+        // The number would be that of a file in slot 1.
+        assert_eq!(SharedFile::parse(&format!("{}-5", (1 << 24) + 1)), None);
         assert_eq!(SharedFile::of_number(1), None, "the root directory");
         for name in [
             "",

@@ -6,6 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
 
 use super::Ledger;
 use crate::bytes::u64_at;
@@ -15,6 +17,10 @@ pub(super) const CELL_BYTES: u64 = 64;
 const FIXED_BYTES: usize = 48;
 /// The numbers of cells that a record can have: for names of up to 16, 80 and 272 bytes.
 const SIZES: [u64; 3] = [1, 2, 5];
+/// Bytes of the longest record.
+const MOST_BYTES: u64 = SIZES[2] * CELL_BYTES;
+/// Bytes that are read at a time.
+const PIECE_BYTES: u64 = 1 << 20;
 
 const TAG_FREE: u8 = 1;
 const TAG_NODE: u8 = 2;
@@ -91,7 +97,7 @@ pub struct BackingRecord {
 /// The free cells.
 #[derive(Debug)]
 pub(super) struct Cells {
-    end: u64,
+    pub(super) end: u64,
     free: [Vec<u64>; SIZES.len()],
 }
 
@@ -318,43 +324,78 @@ impl BackingRecord {
 pub(super) type Records = (Vec<NodeRecord>, Vec<BackingRecord>);
 
 pub(super) fn read_all(file: &File, start: u64) -> io::Result<Records> {
-    let mut bytes = vec![0; (file.metadata()?.len().saturating_sub(start)) as usize];
-    file.read_exact_at(&mut bytes, start)?;
-    let (mut records, mut backings) = (Vec::new(), Vec::new());
-    let mut at = 0;
-    while at + CELL_BYTES as usize <= bytes.len() {
-        let cell = &bytes[at..];
+    let mut records = Records::default();
+    let end = file.metadata()?.len();
+    let mut piece = Vec::new();
+    let mut at = start;
+    while at < end {
+        // Skips what was never written.
+        at = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => at.max(data),
+            Err(Errno::NXIO) => break,
+            Err(errno) => return Err(errno.into()),
+        };
+        let bytes = end.saturating_sub(at).min(PIECE_BYTES);
+        piece.resize(bytes as usize, 0);
+        file.read_exact_at(&mut piece, at)?;
+        // The last record of a piece may continue in the next one.
+        let most = if at + bytes < end { bytes - MOST_BYTES } else { bytes };
+        at += read_cells(&piece, most as usize, at - start, &mut records)?;
+    }
+    Ok(records)
+}
+
+/// Reads the records that begin in the first `most` of these bytes, which are `at` bytes behind the
+/// first cell. Returns the bytes of these records.
+fn read_cells(bytes: &[u8], most: usize, at: u64, records: &mut Records) -> io::Result<u64> {
+    let mut start = 0;
+    while start < most {
+        let place = at + start as u64;
+        let cell = &bytes[start..];
+        if cell.len() < CELL_BYTES as usize {
+            // It was written in part.
+            return Ok(bytes.len() as u64);
+        }
         let size = match (cell[0], SIZES.get(usize::from(cell[1]))) {
             // The end of the file grew for a cell that was never written.
             (0, _) => SIZES[0],
             (TAG_FREE | TAG_NODE | TAG_PLACE | TAG_BACKING, Some(&size)) => size,
-            _ => return Err(damaged(at)),
+            _ => return Err(damaged(place)),
         };
-        let end = at + (size * CELL_BYTES) as usize;
-        if cell[0] == TAG_BACKING {
-            backings.push(BackingRecord::of_cell(cell));
+        let record_bytes = (size * CELL_BYTES) as usize;
+        let record = &cell[..record_bytes.min(cell.len())];
+        match cell[0] {
+            TAG_BACKING => records.1.push(BackingRecord::of_cell(cell)),
+            TAG_NODE | TAG_PLACE => {
+                let record = NodeRecord::of_cells(record).ok_or_else(|| damaged(place))?;
+                records.0.push(record);
+            }
+            _ => {}
         }
-        if matches!(cell[0], TAG_NODE | TAG_PLACE) {
-            let length = usize::from(u16::from_le_bytes([cell[4], cell[5]]));
-            let name = cell.get(FIXED_BYTES..FIXED_BYTES + length);
-            let lower = u64_at(cell, 16);
-            records.push(NodeRecord {
-                id: u64_at(cell, 8),
-                lower: (lower != NO_LOWER).then_some(lower),
-                references: u64_at(cell, 24),
-                parent: u64_at(cell, 32),
-                host_inode: u64_at(cell, 40),
-                kind: cell[2],
-                flags: Flags(cell[3]),
-                name: name.ok_or_else(|| damaged(at))?.into(),
-                is_place: cell[0] == TAG_PLACE,
-            });
-        }
-        at = end;
+        start += record_bytes;
     }
-    Ok((records, backings))
+    Ok(start as u64)
 }
 
-fn damaged(at: usize) -> io::Error {
+impl NodeRecord {
+    /// The record in these cells; `None` if its name does not end in them.
+    fn of_cells(cells: &[u8]) -> Option<Self> {
+        let length = usize::from(u16::from_le_bytes([cells[4], cells[5]]));
+        let lower = u64_at(cells, 16);
+        Some(NodeRecord {
+            id: u64_at(cells, 8),
+            lower: (lower != NO_LOWER).then_some(lower),
+            references: u64_at(cells, 24),
+            parent: u64_at(cells, 32),
+            host_inode: u64_at(cells, 40),
+            kind: cells[2],
+            flags: Flags(cells[3]),
+            name: cells.get(FIXED_BYTES..FIXED_BYTES + length)?.into(),
+            is_place: cells[0] == TAG_PLACE,
+        })
+    }
+}
+
+fn damaged(at: u64) -> io::Error {
     io::Error::other(format!("the ledger of the mount is damaged at cell {at}"))
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::node::CELL_BYTES;
 use super::*;
 
 fn record(id: u64, name: &[u8]) -> NodeRecord {
@@ -105,6 +106,37 @@ fn a_record_that_is_half_written_is_not_read() {
     ledger.file.write_all_at(&[0; 128], start).unwrap();
     assert_eq!(nodes(&ledger), [record(8, &[b'n'; 80])]);
     drop(entries);
+}
+
+#[test]
+fn a_name_ends_in_the_cells_of_its_record() {
+    let ledger = Ledger::new(0).unwrap();
+    let entries = [7, 8].map(|id| LedgerEntry::new(&ledger, record(id, b"name")));
+    ledger.file.write_all_at(&[17], changes::END + 4).unwrap();
+    let error = Ledger::read(ledger.descriptor().try_clone_to_owned().unwrap()).unwrap_err();
+    assert!(error.to_string().contains("damaged at cell 0"), "{error}");
+    drop(entries);
+}
+
+/// More than is read at a time, with a part that was never written.
+#[test]
+fn records_of_many_pieces_come_back() {
+    let ledger = Ledger::new(0).unwrap();
+    let name = |id: u64| vec![b'n'; id as usize % 256];
+    let many = 1..=20_000;
+    let entries: Vec<LedgerEntry> = many
+        .clone()
+        .map(|id| LedgerEntry::new(&ledger, record(id, &name(id))))
+        .collect();
+    let end = ledger.file.metadata().unwrap().len();
+    let hole = end.next_multiple_of(CELL_BYTES) + (3 << 20);
+    ledger.cells.lock().end = hole;
+    let last = LedgerEntry::new(&ledger, record(30_000, &[b'l'; 100]));
+    let expected: Vec<NodeRecord> = many.map(|id| record(id, &name(id))).collect();
+    let found = nodes(&ledger);
+    assert_eq!(found[..20_000], expected);
+    assert_eq!(found[20_000..], [record(30_000, &[b'l'; 100])]);
+    drop((entries, last));
 }
 
 #[test]

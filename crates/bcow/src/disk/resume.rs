@@ -6,13 +6,14 @@
 //! their bytes in the file.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use bcow_format::{BlockShift, Entry, Header, Stored, Uba};
+use bcow_format::{BlockShift, Entry, Header, MAX_ADDRESS, SECTOR_BYTES, Stored, Uba};
 
 use super::blocks::CHECKED_SHIFT;
 use super::edit::Edit;
 use super::extents::{Extents, Ranges};
-use super::ledger::{Ledger, LedgerRecord, NewEntry, Noted};
+use super::ledger::{Ledger, LedgerRecord, NewEntry, Noted, Part};
 use super::region::{IncompleteBlock, Region};
 use super::space::sectors;
 use super::{Operation, RegionBlock, block_at};
@@ -65,7 +66,8 @@ impl Changes {
             Noted::Set(length, _) => length,
             _ => 1,
         };
-        if at.checked_add(length).is_none_or(|end| end > header.size)
+        if length == 0
+            || at.checked_add(length).is_none_or(|end| end > header.size)
             || !(CHECKED_SHIFT..=region_shift).contains(&shift)
             || !at.is_multiple_of(1 << shift)
         {
@@ -74,15 +76,12 @@ impl Changes {
                 "the ledger names a block that does not exist",
             ));
         }
+        record.check(header)?;
         let region = self.0.entry(at >> region_shift).or_default();
         let first = ((at & ((1 << region_shift) - 1)) >> shift) as u32;
         match record.change {
             Noted::Set(length, entry) => {
                 let count = length.div_ceil(1 << shift) as u32;
-                let region_start = at >> region_shift << region_shift;
-                if at + length > region_start + header.region_length(at >> region_shift) {
-                    return Err(inconsistent(at, "the ledger names blocks of two regions"));
-                }
                 for number in 0..count {
                     let entry = entry.behind(u64::from(number) << shift);
                     region.set(first + number, shift, region_shift, entry, at)?;
@@ -122,6 +121,40 @@ impl Changes {
             }
         }
         end
+    }
+}
+
+impl LedgerRecord {
+    /// Checks a record of blocks that exist.
+    fn check(&self, header: &Header) -> Result<(), Error> {
+        let at = self.at;
+        let region = at >> header.region_shift;
+        let region_end = (region << header.region_shift) + header.region_length(region);
+        let block_bytes = (region_end - at).min(1 << self.shift);
+        let is_part = |part: Part| part.start <= part.end && u64::from(part.end) <= block_bytes;
+        let problem = match self.change {
+            Noted::Set(length, _) if at + length > region_end => {
+                "the ledger names blocks of two regions"
+            }
+            Noted::Set(length, NewEntry::Incomplete(_, part))
+                if length != block_bytes || !is_part(part) =>
+            {
+                "the ledger has a part of several blocks"
+            }
+            Noted::Set(length, entry)
+                if entry.place().is_some_and(|place| {
+                    !place.is_multiple_of(SECTOR_BYTES)
+                        || place
+                            .checked_add(length)
+                            .is_none_or(|end| end > MAX_ADDRESS)
+                }) =>
+            {
+                "the ledger names a place where no block can be"
+            }
+            Noted::Wrote(part) if !is_part(part) => "the ledger has a part of several blocks",
+            _ => return Ok(()),
+        };
+        Err(inconsistent(at, problem))
     }
 }
 
@@ -316,29 +349,27 @@ impl Operation<'_> {
             // The last record has the change already.
             return Ok(());
         }
-        if let Some(stored) = entry.stored() {
-            let range = sectors(stored);
-            if free
-                .unused
-                .as_ref()
-                .is_some_and(|unused| !unused.contains(&range))
-            {
+        let source = change.source().map(|source| source.entry(block.length));
+        // The last record can have the block from which the rest is copied.
+        let copied = source.filter(|source| place(*source) != place(now));
+        for stored in [Some(entry), copied]
+            .into_iter()
+            .flatten()
+            .filter_map(|one| one.stored())
+        {
+            if !free.take(sectors(stored)) {
                 let at = self.lba(edit.region, block.start).0;
                 return Err(inconsistent(at, "the ledger names space that is in use"));
             }
-            free.free.remove(range);
         }
-        let incomplete = change.incomplete.as_ref().map(|incomplete| {
-            let source = incomplete.source.map(|source| source.entry(block.length));
-            if let Some(stored) = source.and_then(|source| source.stored()) {
-                free.free.remove(sectors(stored));
-            }
-            IncompleteBlock {
+        let incomplete = change
+            .incomplete
+            .as_ref()
+            .map(|incomplete| IncompleteBlock {
                 id: self.incomplete_blocks.next(),
                 source: source.unwrap_or(now),
                 written: incomplete.written.clone(),
-            }
-        });
+            });
         edit.set(block.index, entry, incomplete);
         Ok(())
     }
@@ -346,12 +377,27 @@ impl Operation<'_> {
 
 /// The space of a file whose changes are being restored.
 struct FreeSpace {
-    /// Ranges that neither the header nor a record uses; `None` if not all of them are known.
+    /// Ranges that neither the header, nor a record, nor a restored change uses; `None` if not all
+    /// of them are known.
     unused: Option<Extents>,
     /// The known ones that no restored change uses.
     free: Extents,
     /// The end of the part that is in use.
     end: u64,
+}
+
+impl FreeSpace {
+    /// Takes a range for a change. Returns whether the range was free, as far as this is known.
+    fn take(&mut self, range: Range<u64>) -> bool {
+        if let Some(unused) = &mut self.unused {
+            if !unused.contains(&range) {
+                return false;
+            }
+            unused.remove(range.clone());
+        }
+        self.free.remove(range);
+        true
+    }
 }
 
 fn inconsistent(at: u64, problem: &str) -> Error {

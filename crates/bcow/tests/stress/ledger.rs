@@ -282,6 +282,60 @@ fn a_full_ledger_stops_no_write_and_is_refused() {
     assert!(error.contains("lacks changes"), "{error}");
 }
 
+/// Records that no process writes: places where no block can be, parts of several blocks, space of
+/// two blocks.
+#[test]
+fn a_ledger_with_an_impossible_record_is_refused() {
+    let record = |kind: u8, at: u64, length: u64, place: u64, part: [u32; 2]| {
+        let mut bytes = vec![0, 0, 0, 0, kind, 12, 0, 0];
+        for field in [at, length, place] {
+            bytes.extend(field.to_le_bytes());
+        }
+        for field in part {
+            bytes.extend(field.to_le_bytes());
+        }
+        let crc = bcow::format::crc32c(&bytes[4..]);
+        bytes[..4].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    };
+    let file = Arc::new(MemoryStorage::default());
+    let disk = Disk::create_alone(file.clone(), &CreateOptions::disk(SIZE)).unwrap();
+    disk.close().unwrap();
+    let free = 1 << 20;
+    let set = |at, length, place| record(3, at, length, place, [0, 0]);
+    for (records, expected) in [
+        (vec![set(0, 4096, free + 5)], "no block can be"),
+        (vec![set(0, 4096, u64::MAX - 4095)], "no block can be"),
+        (vec![set(SIZE, 0, free)], "does not exist"),
+        (
+            vec![record(4, 0, 8192, free, [0, 5])],
+            "part of several blocks",
+        ),
+        (
+            vec![record(4, 0, 4096, free, [9, 5])],
+            "part of several blocks",
+        ),
+        (
+            vec![record(5, 0, 0, 0, [0, 4097])],
+            "part of several blocks",
+        ),
+        (
+            vec![set(0, 8192, free), set(8192, 4096, free + 4096)],
+            "space that is in use",
+        ),
+    ] {
+        let noted = Arc::new(MemoryStorage::default());
+        Ledger::create(noted.clone()).unwrap();
+        noted.write_at(64, &records.concat()).unwrap();
+        let ledger = Arc::new(Ledger::open(noted).unwrap());
+        let options = OpenOptions::default();
+        let opened =
+            Disk::open_with_ledger(file.clone(), &options, &OneBacking(None), Some(ledger));
+        let error = opened.err().unwrap().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 /// The ledger of another disk, or of an older state of the file, names space that is in use.
 #[test]
 fn a_ledger_of_another_file_is_refused() {
