@@ -16,6 +16,8 @@
 mod credentials;
 mod error;
 mod filter;
+#[cfg(feature = "testing")]
+mod fuzz;
 mod images;
 mod mount;
 mod protocol;
@@ -52,6 +54,9 @@ use crate::images::ImageService;
 use crate::remote::RemoteArgs;
 use crate::service::SnapshotService;
 use crate::snapshots::{ContentStore, Snapshots};
+
+#[cfg(feature = "testing")]
+pub use fuzz::fuzz_request;
 
 /// Requests that run at the same time; more wait.
 const THREADS: usize = 64;
