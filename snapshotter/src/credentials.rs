@@ -181,7 +181,7 @@ fn file_name(repository: &Repository) -> String {
 
 /// The file with these credentials. As containerd, uses a user's name before an identity token, and
 /// no token for the registry itself, which expires soon.
-fn document(repository: &Repository, auth: &Auth) -> Option<String> {
+pub fn document(repository: &Repository, auth: &Auth) -> Option<String> {
     if !is_for(repository, &auth.server_address) {
         return None;
     }

@@ -231,7 +231,7 @@ fn update(snapshots: &Snapshots, request: wire::Update) -> Result<wire::InfoAnsw
 
 /// The labels after an update of the fields at `paths`; without paths, of all that can change.
 /// A label with an empty value is removed.
-fn relabel(old: &Labels, new: Labels, paths: &[String]) -> Result<Labels, Error> {
+pub fn relabel(old: &Labels, new: Labels, paths: &[String]) -> Result<Labels, Error> {
     let mut labels = old.clone();
     if paths.is_empty() {
         labels.clone_from(&new);

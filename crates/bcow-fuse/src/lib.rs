@@ -30,6 +30,8 @@ mod first_messages;
 pub mod fork;
 pub mod fs;
 mod fusermount;
+#[cfg(feature = "testing")]
+mod fuzz;
 pub mod growth;
 mod helper;
 pub mod idle;
@@ -57,6 +59,8 @@ pub use bind::bind;
 pub use direct::mount_files;
 pub use error::MountError;
 pub use fs::ImageFs;
+#[cfg(feature = "testing")]
+pub use fuzz::fuzz_arguments;
 pub use kernel::KernelSession;
 pub use mount::refuse_root;
 pub use mountinfo::Driver;

@@ -143,7 +143,8 @@ fn visible(
         .collect()
 }
 
-fn parse(line: &[u8]) -> Option<MountEntry> {
+/// The mount of a line; `None` if the line is not in the kernel's form.
+pub(crate) fn parse(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|&byte| byte == b' ');
     let number = |field: &[u8]| std::str::from_utf8(field).ok()?.parse().ok();
     let id = number(fields.next()?)?;

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use bcow_images::error::{CommandError, Context, exit};
+use bcow_images::error::{CommandError, Context};
 use bcow_images::image::Messages;
 use bcow_mounts::control::read_line;
 use bcow_mounts::helper;
@@ -22,7 +22,7 @@ use serde_json::Value;
 
 use crate::asked::Asked;
 use crate::directory::Directory;
-use crate::protocol::{self, Answer, Hello, MAX_ANSWER_BYTES, Outcome, Request, View};
+use crate::protocol::{self, Hello, MAX_ANSWER_BYTES, Request, View};
 use crate::stats::Document;
 
 /// How long a pool may take to say hello.
@@ -272,18 +272,7 @@ impl Connection {
                 return Err(CommandError::new(cannot()).caused_by(&error));
             }
         };
-        let answer: Answer<Value> = serde_json::from_slice(&line).context(cannot)?;
-        for message in &answer.messages {
-            message.show(ui);
-        }
-        match answer.result {
-            Outcome::Done(value) => Ok(Some(value)),
-            Outcome::Again => Ok(None),
-            Outcome::Failed(error) => {
-                let exit = error.exit().max(exit::FAILED);
-                Err(error.exit_with(exit))
-            }
-        }
+        protocol::read_answer(&line, ui).context(cannot)?
     }
 
     /// The supervisor of the pool, to wait for its end.

@@ -20,6 +20,8 @@
 mod asked;
 pub mod client;
 mod directory;
+#[cfg(feature = "testing")]
+mod fuzz;
 mod given;
 mod link;
 mod opener;
@@ -32,4 +34,6 @@ pub mod stats;
 mod supervisor;
 
 pub use bcow_mounts::PoolName;
+#[cfg(feature = "testing")]
+pub use fuzz::fuzz_messages;
 pub use restart::restart;

@@ -7,7 +7,7 @@
 use std::io;
 use std::os::unix::fs::MetadataExt;
 
-use bcow_images::error::CommandError;
+use bcow_images::error::{CommandError, exit};
 use bcow_images::image::Messages;
 use bcow_images::names::printable;
 use serde::{Deserialize, Serialize};
@@ -162,6 +162,26 @@ pub fn decode_request(line: &[u8]) -> Result<Request, CommandError> {
         None => return Err(invalid().caused_by_text("it has no version")),
     }
     serde_json::from_value(value).map_err(|error| invalid().caused_by(&error))
+}
+
+/// Reads the answer of a pool, and shows its messages. The inner result is that of the request;
+/// `None` if it is to be sent again.
+pub fn read_answer(
+    line: &[u8],
+    ui: &dyn Messages,
+) -> serde_json::Result<Result<Option<Value>, CommandError>> {
+    let answer: Answer<Value> = serde_json::from_slice(line)?;
+    for message in &answer.messages {
+        message.show(ui);
+    }
+    Ok(match answer.result {
+        Outcome::Done(value) => Ok(Some(value)),
+        Outcome::Again => Ok(None),
+        Outcome::Failed(error) => {
+            let exit = error.exit().max(exit::FAILED);
+            Err(error.exit_with(exit))
+        }
+    })
 }
 
 /// Encodes a document as a line.

@@ -24,3 +24,8 @@ pub mod partial {
 pub mod upper {
     pub use crate::upper::*;
 }
+
+/// The ledger of a mount that another process can take over.
+pub mod ledger {
+    pub use crate::ledger::*;
+}

@@ -32,7 +32,7 @@ impl ContentStore {
 
     /// The file of a blob. containerd asks another diff service if this one does not support a
     /// blob, so what is not an archive of a layer is not an error.
-    fn archive(&self, blob: &Descriptor) -> Result<PathBuf, Error> {
+    pub fn archive(&self, blob: &Descriptor) -> Result<PathBuf, Error> {
         if !is_archive(&blob.media_type) {
             return Err(Error::Unsupported(format!(
                 "a layer of the type {:?}",

@@ -29,9 +29,13 @@ use bcow_tool::Tool;
 
 pub use self::applying::ContentStore;
 use self::figures::Counters;
+#[cfg(feature = "testing")]
+pub use self::index::Index as FuzzedIndex;
 use self::index::{Chain, Index};
 use self::mounting::Mounter;
 use self::place::SnapshotterRoot;
+#[cfg(feature = "testing")]
+pub use self::place::id_of_files;
 use crate::credentials::{Keyring, Pull};
 use crate::error::Error;
 use crate::filter::Filters;

@@ -139,6 +139,9 @@ const MAY_USE: [(&str, &[&str]); 25] = [
     (
         "bcow-fuzz",
         &[
+            "bcow-snapshotter",
+            "bcow-pool",
+            "bcow-fuse",
             "bcow-remote",
             "bcow-foreign",
             "bcow-oci",

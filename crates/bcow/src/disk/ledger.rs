@@ -19,7 +19,7 @@
 use std::io;
 use std::ops::Range;
 
-use bcow_format::crc32c;
+use bcow_format::{crc32c, crc32c_matches};
 
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -291,7 +291,8 @@ impl LedgerRecord {
     }
 
     fn decode(bytes: &[u8]) -> Option<LedgerRecord> {
-        if crc32c(&bytes[4..]).to_le_bytes() != bytes[..4] {
+        let expected = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        if !crc32c_matches(expected, crc32c(&bytes[4..])) {
             return None;
         }
         let (length, place) = (number(bytes, 16), number(bytes, 24));
