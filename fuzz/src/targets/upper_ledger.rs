@@ -159,8 +159,9 @@ fn check(inherited: Inherited, cells: usize) -> Inherited {
             ledger.written(partial, range.clone());
         }
     }
-    for (&number, &node) in &inherited.begun {
-        ledger.begin_change(number, node);
+    for (&number, change) in &inherited.begun {
+        let place = ledger.begin_change(number, change.node);
+        ledger.set_restored(place, change.node, change.is_restored);
     }
     let again = ledger
         .descriptor()

@@ -19,6 +19,7 @@
 
 use std::fs::File;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow_erofs::reader::Nid;
 use parking_lot::RwLockWriteGuard;
@@ -27,8 +28,32 @@ use rustix::io::Errno;
 use super::UnionFs;
 use super::lookup::Access;
 use super::nodes::{Node, NodeState};
+use crate::ledger::BegunChange;
 use crate::node::NodeId;
 use crate::upper::{Mark, NlinkDelta};
+
+/// A change of names that a process before had begun, and that the kernel will ask for again.
+#[derive(Debug)]
+pub(super) struct Begun {
+    /// The node that had the first name, or of which a name is removed.
+    pub(super) node: u64,
+    /// The place of the record in the ledger.
+    place: u64,
+    /// Whether the mark of the node has the first form again, with the number from before the
+    /// removal. Changed with the lock of the node's state held.
+    is_restored: AtomicBool,
+}
+
+impl Begun {
+    /// A change that is recorded at this place of the ledger.
+    pub(super) fn at(place: u64, change: BegunChange) -> Self {
+        Begun {
+            node: change.node,
+            place,
+            is_restored: AtomicBool::new(change.is_restored),
+        }
+    }
+}
 
 /// A change of links or names in progress. It holds the lock of the node's state.
 pub(super) struct Recount<'n> {
@@ -94,9 +119,21 @@ impl UnionFs {
             return Ok(());
         }
         let names = self.count_names(node.lower, &file)?;
+        self.may_be_too_high(node);
         let set = self.set_names_upper(&file, names);
         self.measure(&*file);
         set
+    }
+
+    /// Records that the number of names of a node is one too high if a removal was executed that a
+    /// process before had begun. The request for it comes again: see [`UnionFs::finish_removal`].
+    fn may_be_too_high(&self, node: &Node) {
+        let Some(ledger) = &self.ledger else { return };
+        for begun in self.begun.values().filter(|begun| begun.node == node.id.0) {
+            if !begun.is_restored.swap(true, Ordering::Relaxed) {
+                ledger.set_restored(begun.place, begun.node, true);
+            }
+        }
     }
 
     /// Begins a step that changes the host's count but not the number of names, or the reverse.
@@ -135,13 +172,14 @@ impl UnionFs {
     }
 
     /// Corrects the number of names of a file, one of which the request with this number has
-    /// removed in a process that ended in the middle of the step.
+    /// removed in a process that ended in the middle of the step. Meanwhile another request can
+    /// have brought the mark back to the first form, with a number that is one too high.
     pub(super) fn finish_removal(&self, number: u64) -> Result<(), Errno> {
-        let Some(&id) = self.begun.get(&number) else {
+        let Some(begun) = self.begun.get(&number) else {
             return Ok(());
         };
         // Unknown if it had only this name.
-        let Ok(node) = self.node(NodeId(id)) else {
+        let Ok(node) = self.node(NodeId(begun.node)) else {
             return Ok(());
         };
         let mut state = node.write_state();
@@ -149,12 +187,26 @@ impl UnionFs {
             return Ok(());
         };
         let file = self.open_upper_locked(&node, &mut state, Access::Path)?;
-        if let Some(NlinkDelta::Lower(_)) = self.read_marks(&file)?.nlink {
+        let was_restored = begun.is_restored.swap(false, Ordering::Relaxed);
+        if was_restored && let Some(ledger) = &self.ledger {
+            // Before the number: it may be too high if the process ends now, but never too low.
+            ledger.set_restored(begun.place, begun.node, false);
+        }
+        if was_restored || matches!(self.read_marks(&file)?.nlink, Some(NlinkDelta::Lower(_))) {
             let names = self.count_names(Some(lower), &file)? - 1;
             self.set_names_upper(&file, names)?;
             self.measure(&*file);
         }
         Ok(())
+    }
+
+    /// The request with this number, which a process before had begun, was not executed, and is
+    /// about to be.
+    pub(super) fn begin_again(&self, number: u64) {
+        if let (Some(begun), Some(ledger)) = (self.begun.get(&number), &self.ledger) {
+            begun.is_restored.store(false, Ordering::Relaxed);
+            ledger.end_change(begun.place);
+        }
     }
 
     /// Ends the step, done or failed: the file has `lost` names fewer than before.

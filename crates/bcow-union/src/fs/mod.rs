@@ -123,8 +123,8 @@ pub struct UnionFs {
     /// Nodes that the kernel forgot, with partial files that have changes which no flush has
     /// recorded. The lock is held only to add or to take nodes. Always empty without a ledger.
     unrecorded: Mutex<Vec<Arc<Node>>>,
-    /// The changes of names that processes before had begun: nodes by the numbers of requests.
-    begun: BTreeMap<u64, u64>,
+    /// The changes of names that processes before had begun, by the numbers of requests.
+    begun: BTreeMap<u64, links::Begun>,
     /// Files that the kernel uses instead of nodes.
     backings: backings::Backings,
     /// The lock is held only to add or to take nodes.

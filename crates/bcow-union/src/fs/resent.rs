@@ -148,10 +148,13 @@ impl UnionFs {
         parent: NodeId,
         name: &[u8],
     ) -> Result<(), Errno> {
-        match self.unlink_numbered(request.number, parent, name) {
-            Err(Errno::NOENT) if request.is_resent => self.finish_removal(request.number),
-            other => other,
+        if request.is_resent {
+            if self.find(&self.node(parent)?, name)?.is_none() {
+                return self.finish_removal(request.number);
+            }
+            self.begin_again(request.number);
         }
+        self.unlink_numbered(request.number, parent, name)
     }
 
     /// As [`UnionFs::rename`], for a request that may have been executed before.
@@ -162,14 +165,15 @@ impl UnionFs {
         (new_parent, new_name): (NodeId, &[u8]),
         how: RenameMode,
     ) -> Result<(), Errno> {
-        if request.is_resent
-            && self.has_renamed(request, parent, name, new_parent, new_name, how)?
-        {
-            // Of the file that was replaced.
-            return match how {
-                RenameMode::Exchange => Ok(()),
-                _ => self.finish_removal(request.number),
-            };
+        if request.is_resent {
+            if self.has_renamed(request, parent, name, new_parent, new_name, how)? {
+                // Of the file that was replaced.
+                return match how {
+                    RenameMode::Exchange => Ok(()),
+                    _ => self.finish_removal(request.number),
+                };
+            }
+            self.begin_again(request.number);
         }
         self.rename_numbered(request.number, (parent, name), (new_parent, new_name), how)
     }
@@ -189,7 +193,7 @@ impl UnionFs {
         Ok(match (how, source, target) {
             (RenameMode::Exchange, Some(source), _) => {
                 let before = self.begun.get(&request.number);
-                before.is_some_and(|&before| source.id != NodeId(before))
+                before.is_some_and(|before| source.id != NodeId(before.node))
             }
             (RenameMode::Exchange, None, _) => false,
             (_, None, Some(_)) => true,

@@ -4,7 +4,7 @@
 //! right. A file without a place is in the work directory (see [`super::orphans`]), in the index,
 //! or in the image only. All this happens before the first request.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -15,6 +15,7 @@ use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::backings::UNKNOWN_OPENS;
+use super::links::Begun;
 use super::lookup::{UPPER_ONLY, index_name};
 use super::nodes::{Content, HostPlace, Node, NodeState, Upper};
 use super::orphans::{self, orphan_name};
@@ -22,7 +23,7 @@ use super::plain::set_plain;
 use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
 use crate::errors::ErrorKind;
-use crate::ledger::{Flags, Inherited, NodeRecord};
+use crate::ledger::{BegunChange, Flags, Inherited, NodeRecord};
 use crate::node::NodeId;
 use crate::upper::list;
 
@@ -58,6 +59,7 @@ impl UnionFs {
     /// Restores the nodes and the unrecorded changes of partial files. The file system serves no
     /// request yet.
     pub(super) fn restore(self: &mut Arc<Self>, inherited: Inherited) -> Result<(), Errno> {
+        self.restore_begun(inherited.begun)?;
         let orphans = list(self.upper.work())?.into_iter();
         let orphans = orphans.filter(|name| name.starts_with(orphans::PREFIX.as_bytes()));
         let mut restoring = Restoring {
@@ -101,16 +103,21 @@ impl UnionFs {
         }
         self.restore_backings(inherited.backings);
         self.limit_descriptors();
-        // The next process may get the same requests. The latest numbers come last, and stay.
-        if let Some(ledger) = &self.ledger {
-            for (&number, &node) in &inherited.begun {
-                ledger.begin_change(number, node);
-            }
-        }
-        match Arc::get_mut(self) {
-            Some(union) => union.begun = inherited.begun,
-            // No thread runs yet that could have a reference.
-            None => return Err(Errno::BUSY),
+        Ok(())
+    }
+
+    /// Before the first lookup of a node, which may restore the number of its names.
+    fn restore_begun(self: &mut Arc<Self>, begun: BTreeMap<u64, BegunChange>) -> Result<(), Errno> {
+        // No thread runs yet that could have a reference.
+        let union = Arc::get_mut(self).ok_or(Errno::BUSY)?;
+        if let Some(ledger) = &union.ledger {
+            // The next process may get the same requests. The latest numbers come last, and stay.
+            let begun = begun.into_iter().map(|(number, change)| {
+                let place = ledger.begin_change(number, change.node);
+                ledger.set_restored(place, change.node, change.is_restored);
+                (number, Begun::at(place, change))
+            });
+            union.begun = begun.collect();
         }
         Ok(())
     }

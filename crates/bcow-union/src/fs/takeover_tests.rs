@@ -635,6 +635,39 @@ fn removals_are_counted_once() {
     assert_eq!(attributes(&fixture, id).nlink, 0);
 }
 
+/// Before the request comes again, other requests use the file by its other name, also in a process
+/// that is killed then.
+#[test]
+fn removals_are_counted_once_after_other_requests() {
+    for (kills, is_executed) in [(0, true), (0, false), (2, true), (2, false)] {
+        let Some(mut fixture) = open() else { return };
+        let root = NodeId::ROOT;
+        let id = fixture.get("h2").node;
+        fixture.write(id, 0, b"changed");
+        {
+            let fs = fixture.fs();
+            let node = fs.node(id).unwrap();
+            drop(fs.begin_removal(RESENT.number, &node).unwrap());
+            if is_executed {
+                let upper = fs::File::open(fixture.upper()).unwrap();
+                fs.upper.place_whiteout(upper.as_fd(), b"h1", None).unwrap();
+            }
+        }
+        for _ in 0..=kills {
+            fixture.take_over();
+            fixture.fs().link(id, root, b"more").unwrap();
+            fixture.fs().unlink(root, b"more").unwrap();
+        }
+        for _ in 0..3 {
+            fixture.fs().unlink_requested(RESENT, root, b"h1").unwrap();
+            assert_eq!(attributes(&fixture, id).nlink, 1, "{kills} {is_executed}");
+            fixture.take_over();
+        }
+        fixture.fs().unlink(root, b"h2").unwrap();
+        assert_eq!(attributes(&fixture, id).nlink, 0);
+    }
+}
+
 /// Nothing is exchanged before the ledger has the request.
 #[test]
 fn exchanges_are_recorded_first() {
@@ -656,7 +689,7 @@ fn exchanges_are_recorded_first() {
     assert_eq!(exchange(&fixture, FRESH), Err(Errno::PERM));
     rustix::fs::ioctl_setflags(&held, flags).unwrap();
     fixture.take_over();
-    assert_eq!(fixture.fs().begun[&FRESH.number], one.0);
+    assert_eq!(fixture.fs().begun[&FRESH.number].node, one.0);
     exchange(&fixture, RESENT).unwrap();
     assert_eq!(fixture.get("directory/one").node, other);
 }

@@ -56,7 +56,27 @@ const BEGUN_AT: u64 = 1024;
 const BEGUN: u64 = 192;
 /// The number of the request, and the node.
 const BEGUN_BYTES: u64 = 16;
+/// Set beside the node if [`BegunChange::is_restored`]. No node has this bit.
+const RESTORED: u64 = 1 << 63;
 const HEADER_BYTES: u64 = 4096;
+
+/// A change of names that a process has begun.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BegunChange {
+    /// The node that had the first name, or of which a name is removed.
+    pub node: u64,
+    /// Whether the number of names of the node is exact again, as before the change.
+    pub is_restored: bool,
+}
+
+impl BegunChange {
+    fn of_word(word: u64) -> Self {
+        BegunChange {
+            node: word & !RESTORED,
+            is_restored: word & RESTORED != 0,
+        }
+    }
+}
 
 /// The ledger of a mount.
 #[derive(Debug)]
@@ -79,8 +99,8 @@ pub struct Inherited {
     pub nodes: Vec<NodeRecord>,
     /// The written bytes of partial files, by the number of the partial file.
     pub written: HashMap<u64, Vec<Range<u64>>>,
-    /// See [`Ledger::begin_change`]: nodes by the numbers of requests.
-    pub begun: BTreeMap<u64, u64>,
+    /// See [`Ledger::begin_change`]: changes by the numbers of requests.
+    pub begun: BTreeMap<u64, BegunChange>,
     /// The files that the kernel reads instead of nodes.
     pub backings: Vec<BackingRecord>,
 }
@@ -126,7 +146,7 @@ impl Ledger {
             ));
         }
         let begun = (0..BEGUN).map(|index| BEGUN_AT + index * BEGUN_BYTES);
-        let begun = begun.map(|at| (word(at), word(at + 8)));
+        let begun = begun.map(|at| (word(at), BegunChange::of_word(word(at + 8))));
         let (nodes, backings) = node::read_all(&file, changes::END)?;
         let mut inherited = Inherited {
             generation: word(GENERATION_AT),
@@ -161,6 +181,13 @@ impl Ledger {
         record[8..].copy_from_slice(&node.to_le_bytes());
         self.write(&record, at);
         at
+    }
+
+    /// Records whether the number of names of the node of the change at this place is exact again,
+    /// as before the change.
+    pub fn set_restored(&self, place: u64, node: u64, is_restored: bool) {
+        let word = if is_restored { node | RESTORED } else { node };
+        self.write(&word.to_le_bytes(), place + 8);
     }
 
     /// Removes a record of [`Ledger::begin_change`]: the upper shows the result of the change.

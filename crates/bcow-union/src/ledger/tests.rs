@@ -179,7 +179,7 @@ fn the_last_begun_changes_are_remembered() {
     let begun = read(&ledger).begun;
     assert_eq!(begun.len() as u64, BEGUN - 1);
     assert!(!begun.contains_key(&2) && !begun.contains_key(&(BEGUN + 2)));
-    assert_eq!(begun[&3], 1003);
+    assert_eq!(begun[&3].node, 1003);
 }
 
 #[test]
