@@ -1,5 +1,6 @@
 """bcow run: a program in the root file system of an image, of root and of an ordinary user."""
 
+import contextlib
 import json
 import os
 import signal
@@ -115,9 +116,18 @@ class Run(support.Scratch):
         self.addCleanup(process.stdout.close)
         self.assertGreater(int(process.stdout.readline()), 1)
         # A signal between the fork and the execution of `sleep` would be lost.
-        until(lambda: support.run("pgrep", "-x", "-g", str(process.pid), "sleep",
-                                  check=False).code == 0, "the program sleeps")
+        until(lambda: self.sleeps_in(process.pid), "the program sleeps")
         return process
+
+    @staticmethod
+    def sleeps_in(group):
+        """Whether a process of this process group executes `sleep`."""
+        for one in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                name, _, fields = read_text(f"/proc/{one}/stat").partition("(")[2].rpartition(")")
+                if name == "sleep" and int(fields.split()[2]) == group:
+                    return True
+        return False
 
     def test_signals_end_the_program_and_unmount(self):
         upper = self.at("upper")
