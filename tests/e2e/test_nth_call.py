@@ -137,7 +137,8 @@ class NthCall(Directory):
         self.shorten_everywhere(name, command, check, table)
         if ALL:
             print(name, dict(table), file=sys.stderr)
-        self.assertGreater(table["command failed"], 0)
+        # A sample can have only calls that a command does without, such as those of its threads.
+        self.assertGreater(table["command failed"] if ALL else table.total(), 0)
 
     @contextlib.contextmanager
     def copied_files(self):
