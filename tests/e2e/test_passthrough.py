@@ -117,13 +117,14 @@ class Whole(WholeCase):
         until(lambda: self.passes_now("small"), "the descriptor is released")
         self.assert_passes("small")
         self.assertEqual(read_bytes(self.at("small")), b"written" + self.data["small"][7:])
-        # Truncated, so without content of the image. A flush in the background has the same effect
-        # as the fsync.
-        with open(self.at("file1"), "wb"):
-            pass
-        write_file(self.at("file1"), b"new content")
-        with open(self.at("file1"), "rb") as file:
-            os.fsync(file)
+        # Truncated, so without content of the image. A flush in the background can make it durable
+        # before the fsync does, but its descriptor sends requests.
+        fd = self.open(self.where, "file1", os.O_WRONLY | os.O_TRUNC)
+        os.write(fd, b"new content")
+        self.assert_passes("file1", passes=False)
+        os.fsync(fd)
+        self.assert_passes("file1", passes=False)
+        self.close()
         until(lambda: self.passes_now("file1"), "the descriptor is released")
         # A partial file of which a program writes all blocks.
         new = random.Random(2).randbytes(LARGE)
