@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,8 +25,8 @@ import test_ahead
 import test_pool
 from overlay import Entry
 from promises import promise
-from support import (UNPRIVILEGED, WORK, assert_refused, bcow, children, is_mounted, need_kernel,
-                     read_bytes, run, until)
+from support import (UNPRIVILEGED, WORK, assert_refused, bcow, children, is_mounted, need,
+                     need_kernel, read_bytes, run, until)
 
 STEPS = test_pool.STEPS
 LARGE = 300_000
@@ -523,6 +524,28 @@ class Sharing(ShareCase):
         agree()
         self.stop()
 
+    def test_an_open_file_shows_changes_of_names_that_the_kernel_knows_from_before(self):
+        self.start()
+        where = self.change()
+        first, second = (os.path.join(where, name) for name in ("hard1", "directory/hard2"))
+        # The kernel knows both names by the first number, and then the first by the second one.
+        os.stat(first)
+        os.stat(second)
+        writer = self.open(where, "hard1", os.O_RDWR)
+        os.pwrite(writer, b"changed", 0)
+        self.assertEqual(os.fstat(writer).st_nlink, 2)
+        os.unlink(first)
+        self.assertEqual(os.fstat(writer).st_nlink, 1)
+        for name in ("moved", "hard1"):
+            before = os.fstat(writer)
+            os.rename(second, os.path.join(where, name))
+            second = os.path.join(where, name)
+            self.assertEqual(os.fstat(writer), os.stat(second))
+            self.assertGreater(os.fstat(writer).st_ctime_ns, before.st_ctime_ns)
+        os.rename(os.path.join(where, "small"), second)
+        self.assertEqual(os.fstat(writer).st_nlink, 0)
+        self.stop()
+
     def test_a_name_that_the_kernel_knows_from_before_can_be_opened_for_writing(self):
         self.start()
         # The kernel may forget the file between its two requests; it does so in one of five cases.
@@ -734,6 +757,33 @@ class Takeovers(ShareCase):
             self.kill()
             os.rename(path, path + "-moved")
             self.assertEqual(read_bytes(path + "-moved")[:7], b"changed")
+        self.stop()
+
+    def test_a_change_that_was_not_answered_is_known_to_each_name(self):
+        need("strace")
+        self.start()
+        where = self.change()
+        first, second = (os.path.join(where, name) for name in ("hard1", "directory/hard2"))
+        os.stat(first)
+        os.stat(second)
+        # Each answer is late, and the process is killed before it says that the size has changed.
+        before = self.find()
+        trace = subprocess.Popen(
+            ["strace", "-f", "-p", str(before["pid"]), "-o", "/dev/null", "-e", "trace=writev",
+             "-e", "inject=writev:delay_enter=1500000"], stderr=subprocess.PIPE, text=True)
+        self.addCleanup(trace.stderr.close)
+        self.addCleanup(trace.kill)
+        self.assertIn("attached", trace.stderr.readline())
+        # It does not open the file.
+        program = f"import os; os.truncate({first!r}, 5000)"
+        change = subprocess.Popen([sys.executable, "-c", program])
+        changed = os.path.join(self.uppers, os.listdir(self.uppers)[0], "hard1")
+        until(lambda: os.path.exists(changed) and os.path.getsize(changed) == 5000, "the change")
+        self.assertEqual(self.kill(), self.pid())
+        self.assertEqual(change.wait(test_pool.TIMEOUT), 0)
+        self.assertEqual(os.stat(second), os.stat(first))
+        os.unlink(first)
+        self.assertEqual(os.stat(second).st_nlink, 1)
         self.stop()
 
     def test_a_new_image_after_a_restart_gets_a_place_of_its_own(self):

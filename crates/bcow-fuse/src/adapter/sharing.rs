@@ -18,10 +18,12 @@
 //! - All other requests mean the same with both numbers.
 //!
 //! The kernel caches attributes for each number. From the first change on, it does not cache those
-//! of the node's number, and those of the alias only while the file has one name: then no change of
-//! a name by the node's number can make them outdated. A change of attributes by the node's number
-//! makes the kernel drop those of the alias. After a write by passthrough, the kernel requests the
-//! times again, but not after a write to a map: see [`MAPPED`].
+//! of the node's number, and those of the alias only while the file has one name. A change of
+//! attributes by the node's number makes the kernel drop those of the alias, and so does a change
+//! of a name, of which the request does not say by which number the kernel knows the file. After a
+//! write by passthrough, the kernel requests the times again, but not after a write to a map: see
+//! [`MAPPED`]. A process can end between a change and its message, so the next one makes the kernel
+//! drop the attributes of all changed files.
 
 use std::fs::File;
 use std::io;
@@ -70,6 +72,15 @@ const MAPPED: Duration = Duration::from_millis(10);
 impl Sharing {
     pub(crate) fn new(image: SharedImage, connection: OwnedFd) -> Self {
         Sharing { image, connection }
+    }
+
+    /// Brings the kernel up to date when this process takes a mount over. A new mount has no nodes.
+    pub(super) fn begin(&self, fs: &UnionFs) {
+        self.close_left_over(fs);
+        for node in fs.changed_images() {
+            self.drop_attributes(node.0);
+            self.drop_attributes(node.0 | ALIAS);
+        }
     }
 
     /// Closes what a listing or a process before has left over.
@@ -197,6 +208,14 @@ impl Sharing {
     pub(super) fn changed(&self, fs: &UnionFs, ino: INodeNo) {
         if Self::is_outdated(fs, ino) {
             self.drop_attributes(ino.0 | ALIAS);
+        }
+    }
+
+    /// Makes the kernel drop the attributes that it has cached for the aliases of nodes of which
+    /// names have changed.
+    pub(super) fn names_changed(&self, fs: &UnionFs, nodes: impl IntoIterator<Item = NodeId>) {
+        for node in nodes {
+            self.changed(fs, INodeNo(node.0));
         }
     }
 

@@ -173,6 +173,20 @@ impl Writable {
         }
     }
 
+    /// Replies to a request that has changed names of nodes.
+    fn reply_names(
+        &self,
+        changed: Result<impl IntoIterator<Item = NodeId>, Errno>,
+        reply: ReplyEmpty,
+    ) {
+        let done = changed.map(|nodes| {
+            if let Some(sharing) = &self.sharing {
+                sharing.names_changed(&self.fs, nodes);
+            }
+        });
+        reply::empty(done, reply);
+    }
+
     fn forget_node(&self, node: NodeId, count: u64) {
         self.fs.forget_and(node, count, || {
             if let Some(sharing) = &self.sharing {
@@ -268,7 +282,7 @@ impl fuser::Filesystem for Writable {
         let has_depth = config.set_max_stack_depth(1).is_ok();
         match &self.sharing {
             Some(sharing) if has_depth && offered.contains(InitFlags::FUSE_PASSTHROUGH) => {
-                sharing.close_left_over(&self.fs);
+                sharing.begin(&self.fs);
                 self.fs.pass_whole_files();
             }
             _ => self.sharing = None,
@@ -402,7 +416,7 @@ impl fuser::Filesystem for Writable {
         let removed = self
             .fs
             .with_room(|fs| fs.unlink_requested(request, id(parent), name.as_bytes()));
-        reply::empty(removed, reply);
+        self.reply_names(removed, reply);
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -451,7 +465,7 @@ impl fuser::Filesystem for Writable {
                 how,
             )
         });
-        reply::empty(renamed, reply);
+        self.reply_names(renamed, reply);
     }
 
     fn link(

@@ -15,7 +15,8 @@
 //!
 //! The lock of the node's state is held from the first change of the mark to the second. A thread
 //! that holds the lock and finds a mark of the second form knows that a crash or a failure left
-//! that mark.
+//! that mark. The lock is also held while the host's count and the number of names change together:
+//! otherwise another thread could have read one of them before and write the mark after.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -103,6 +104,21 @@ impl UnionFs {
         self.restore_nlink_mark_locked(node, &mut node.write_state())
     }
 
+    /// Locks the number of names of a node, whose mark gets the first form. Until the drop of the
+    /// result, the host's count and the number of names can change together. `None` if the host's
+    /// count is the number of names. The lock is that of the node's state.
+    pub(super) fn lock_names<'n>(
+        &self,
+        node: &'n Node,
+    ) -> Result<Option<RwLockWriteGuard<'n, NodeState>>, Errno> {
+        if !node.read_state().is_indexed() {
+            return Ok(None);
+        }
+        let mut state = node.write_state();
+        self.restore_nlink_mark_locked(node, &mut state)?;
+        Ok(Some(state))
+    }
+
     /// As [`UnionFs::restore_nlink_mark`]; the caller holds the lock of the node's state.
     pub(super) fn restore_nlink_mark_locked(
         &self,
@@ -143,6 +159,7 @@ impl UnionFs {
         let Some(lower) = node.lower.filter(|_| state.is_indexed()) else {
             return Ok(None);
         };
+        self.restore_nlink_mark_locked(node, &mut state)?;
         let file = self.open_upper_locked(node, &mut state, Access::Path)?;
         let names = self.count_names(Some(lower), &file)?;
         self.set_names_lower(lower, &file, names)?;

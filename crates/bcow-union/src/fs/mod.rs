@@ -280,6 +280,11 @@ impl UnionFs {
             return;
         };
         forgotten();
+        self.drop_forgotten(node);
+    }
+
+    /// Drops a node to which the kernel has no references.
+    fn drop_forgotten(&self, node: Arc<Node>) {
         if !node.is_removed.load(Ordering::Acquire) {
             let Some(node) = self.keep_unrecorded(node) else {
                 return;
@@ -293,7 +298,7 @@ impl UnionFs {
             return self.table.drop_node(node);
         }
         // No lookup finds it any more, and its space is to be freed.
-        self.end_awaited_open(id);
+        self.end_awaited_open(node.id);
         self.pending_frees.forgotten(|| {
             self.drop_orphan(&node);
             // A background thread may hold the node for a moment longer.

@@ -429,8 +429,8 @@ impl UnionFs {
             let _names = parent.names.lock();
             let new_name = self.new_name(&parent, name)?;
             let _room = self.room(0, 0)?;
-            self.restore_nlink_mark(&node)?;
             let file = self.open_upper(&node, Access::Path)?;
+            let names = self.lock_names(&node)?;
             if new_name.is_whited_out {
                 let temporary = self.upper.temporary_name();
                 host::link(&file, self.upper.work(), temporary.as_bytes())?;
@@ -440,6 +440,7 @@ impl UnionFs {
             } else {
                 host::link(&file, &*new_name.directory, name)?;
             }
+            drop(names);
             self.measure(&*new_name.directory);
             parent.names_changed.change();
             node.name_is_new.store(true, Ordering::Release);

@@ -19,16 +19,16 @@ use crate::node::NodeId;
 impl UnionFs {
     /// Removes a name of anything except a directory; `EISDIR` for those.
     pub fn unlink(&self, parent: NodeId, name: &[u8]) -> Result<(), Errno> {
-        self.unlink_numbered(0, parent, name)
+        self.unlink_numbered(0, parent, name).map(drop)
     }
 
-    /// The same for the request with this number.
+    /// The same for the request with this number. Gives the node that had the name.
     pub(super) fn unlink_numbered(
         &self,
         number: u64,
         parent: NodeId,
         name: &[u8],
-    ) -> Result<(), Errno> {
+    ) -> Result<NodeId, Errno> {
         let parent = self.node(parent)?;
         let node = self.find_existing(&parent, name)?;
         if node.is_directory() {
@@ -60,8 +60,12 @@ impl UnionFs {
                 self.measure(&*directory);
                 hidden?;
             }
-            (above, true) => self.upper.place_whiteout(directory.as_fd(), name, above)?,
+            (above, true) => {
+                let _names = self.lock_names(&node)?;
+                self.upper.place_whiteout(directory.as_fd(), name, above)?;
+            }
             (Some(_), false) => {
+                let _names = self.lock_names(&node)?;
                 rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?;
                 self.measure(&*directory);
             }
@@ -69,7 +73,7 @@ impl UnionFs {
         }
         parent.names_changed.change();
         self.name_removed(&parent, name, &node, object);
-        Ok(())
+        Ok(node.id)
     }
 
     /// Removes an empty directory; `ENOTEMPTY` if it shows a name.
@@ -159,13 +163,11 @@ impl UnionFs {
         }
     }
 
-    /// Called before a name is removed: opens the object, because a program may still use it, and
-    /// brings its count of names to the usual form.
+    /// Called before a name is removed: opens the object, because a program may still use it.
     pub(super) fn open_for_removal(&self, node: &Node) -> Result<RemovedObject, Errno> {
         if node.read_state().upper.is_none() {
             return Ok(RemovedObject { file: None });
         }
-        self.restore_nlink_mark(node)?;
         let file = self.open_upper(node, Access::Path)?;
         let indexed = node.read_state().is_indexed();
         if !indexed && !node.is_directory() {
@@ -210,13 +212,13 @@ impl UnionFs {
 
     /// Handles the loss of a name: finds out whether it was the node's last.
     fn update_removed_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
-        let indexed = node.read_state().is_indexed();
-        let is_last = if indexed {
+        let state = node.read_state();
+        let is_last = if state.is_indexed() {
             self.count_names(node.lower, file)? <= 0
         } else {
-            let _state = node.read_state();
             Self::links_in_tree(node, rustix::fs::fstat(file)?.st_nlink) == 0
         };
+        drop(state);
         if !is_last {
             return Ok(());
         }

@@ -46,16 +46,17 @@ impl UnionFs {
         how: RenameMode,
     ) -> Result<(), Errno> {
         self.rename_numbered(0, (parent, name), (new_parent, new_name), how)
+            .map(drop)
     }
 
-    /// The same for the request with this number.
+    /// The same for the request with this number. Gives the nodes of which names have changed.
     pub(super) fn rename_numbered(
         &self,
         number: u64,
         (parent, name): (NodeId, &[u8]),
         (new_parent, new_name): (NodeId, &[u8]),
         how: RenameMode,
-    ) -> Result<(), Errno> {
+    ) -> Result<Vec<NodeId>, Errno> {
         let parent = self.node(parent)?;
         let new_parent = self.node(new_parent)?;
         if matches!(name, b"." | b"..") || matches!(new_name, b"." | b"..") {
@@ -85,9 +86,16 @@ impl UnionFs {
         match (how, there) {
             (RenameMode::NoReplace, Some(_)) => Err(Errno::EXIST),
             (RenameMode::Exchange, None) => Err(Errno::NOENT),
-            (_, Some(there)) if there.id == node.id => Ok(()),
-            (RenameMode::Exchange, Some(there)) => self.exchange(number, &from, &node, &to, &there),
-            (_, there) => self.move_to(number, &from, &node, &to, there.as_ref()),
+            (_, Some(there)) if there.id == node.id => Ok(Vec::new()),
+            (how, there) => {
+                match &there {
+                    Some(there) if how == RenameMode::Exchange => {
+                        self.exchange(number, &from, &node, &to, there)?;
+                    }
+                    there => self.move_to(number, &from, &node, &to, there.as_ref())?,
+                }
+                Ok([node].iter().chain(&there).map(|node| node.id).collect())
+            }
         }
     }
 
@@ -163,6 +171,10 @@ impl UnionFs {
             Some(there) if was_indexed_only => self.begin_removal(number, there)?,
             _ => None,
         };
+        let names = match there {
+            Some(there) if recount.is_none() => self.lock_names(there)?,
+            _ => None,
+        };
         let _placing = self.may_get(node, to);
         let placed = if matches!(above, UpperEntry::Whiteout) && node.is_directory() {
             // The directory and the whiteout exchange places: the old name may need a whiteout
@@ -174,6 +186,7 @@ impl UnionFs {
             rename(from, to, RenameFlags::empty())
         };
         self.end_recount(recount, i64::from(placed.is_ok()));
+        drop(names);
         self.measure(&*to.directory);
         self.measure(&*from.directory);
         if let Err(errno) = placed {

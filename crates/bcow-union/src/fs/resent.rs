@@ -141,37 +141,40 @@ impl UnionFs {
         self.hold(&node)
     }
 
-    /// As [`UnionFs::unlink`], for a request that may have been executed before.
+    /// As [`UnionFs::unlink`], for a request that may have been executed before. Gives the node
+    /// that had the name, or `None` if another process has executed the request.
     pub fn unlink_requested(
         &self,
         request: RequestId,
         parent: NodeId,
         name: &[u8],
-    ) -> Result<(), Errno> {
+    ) -> Result<Option<NodeId>, Errno> {
         if request.is_resent {
             if self.find(&self.node(parent)?, name)?.is_none() {
-                return self.finish_removal(request.number);
+                self.finish_removal(request.number)?;
+                return Ok(None);
             }
             self.begin_again(request.number);
         }
-        self.unlink_numbered(request.number, parent, name)
+        self.unlink_numbered(request.number, parent, name).map(Some)
     }
 
-    /// As [`UnionFs::rename`], for a request that may have been executed before.
+    /// As [`UnionFs::rename`], for a request that may have been executed before. Gives the nodes of
+    /// which names have changed, or none if another process has executed the request.
     pub fn rename_requested(
         &self,
         request: RequestId,
         (parent, name): (NodeId, &[u8]),
         (new_parent, new_name): (NodeId, &[u8]),
         how: RenameMode,
-    ) -> Result<(), Errno> {
+    ) -> Result<Vec<NodeId>, Errno> {
         if request.is_resent {
             if self.has_renamed(request, parent, name, new_parent, new_name, how)? {
-                // Of the file that was replaced.
-                return match how {
-                    RenameMode::Exchange => Ok(()),
-                    _ => self.finish_removal(request.number),
-                };
+                if how != RenameMode::Exchange {
+                    // Of the file that was replaced.
+                    self.finish_removal(request.number)?;
+                }
+                return Ok(Vec::new());
             }
             self.begin_again(request.number);
         }

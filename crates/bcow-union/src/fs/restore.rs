@@ -96,8 +96,14 @@ impl UnionFs {
                 );
             }
         }
-        for (_, node) in nodes {
-            if let Some(node) = self.keep_unrecorded(node) {
+        for (id, node) in nodes {
+            if id == NodeId::ROOT {
+                continue;
+            }
+            // The process before may have ended while it dropped the node.
+            if !self.table.is_held(id) {
+                self.drop_forgotten(node);
+            } else if let Some(node) = self.keep_unrecorded(node) {
                 self.table.drop_node(node);
             }
         }

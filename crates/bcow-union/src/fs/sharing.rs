@@ -81,6 +81,20 @@ impl UnionFs {
         })
     }
 
+    /// The nodes of which the kernel may not read the content from the image any more.
+    pub fn changed_images(&self) -> Vec<NodeId> {
+        let mut found = Vec::new();
+        self.table.for_each(&mut |node| {
+            let may_be = node.lower.is_some() && node.kind == FileType::Regular;
+            if may_be && !is_unchanged(node) {
+                found.push(node.id);
+            }
+        });
+        let is_changed = |id: &NodeId| self.image_content(*id) == Ok(ImageContent::Changed);
+        found.retain(is_changed);
+        found
+    }
+
     /// Records that a program opens the file for writing. The kernel will look its path up again.
     pub fn open_for_writing(&self, id: NodeId) -> Result<(), Errno> {
         let node = self.node(id)?;

@@ -307,6 +307,32 @@ fn removed_files_and_directories_in_use_stay() {
     assert!(maps.next().is_none());
 }
 
+/// As if the process were killed after the kernel has forgotten the files.
+#[test]
+fn the_next_process_drops_what_is_forgotten() {
+    let Some(mut fixture) = open() else { return };
+    let root = NodeId::ROOT;
+    let linked = create(&fixture, root, "linked");
+    let removed = create(&fixture, root, "removed");
+    let [big, directory] = [fixture.get("big").node, mkdir(&fixture, root, "directory")];
+    fixture.write(big, 5000, b"written");
+    let fs = fixture.fs();
+    fs.link(linked, root, b"other").unwrap();
+    for name in ["linked", "removed", "big"] {
+        fs.unlink(root, name.as_bytes()).unwrap();
+    }
+    fs.remove_directory(root, b"directory").unwrap();
+    assert_eq!(orphans(&fixture), 4);
+    for id in [linked, removed, big, directory] {
+        drop(fixture.fs().table.release(id, 10).unwrap());
+    }
+    fixture.take_over();
+    assert_eq!(orphans(&fixture), 0);
+    assert_eq!(fixture.get("other").nlink, 1);
+    let mut maps = fs::read_dir(fixture.upper().join(".bcow/maps")).unwrap();
+    assert!(maps.next().is_none());
+}
+
 #[test]
 fn a_forgotten_file_has_no_name_in_the_work_directory_after_its_flush() {
     let Some(fixture) = open() else { return };
@@ -586,7 +612,7 @@ fn exchanges_are_executed_once() {
                     rustix::fs::renameat_with(cwd, from, cwd, to, flags).unwrap();
                 }
             }
-            "recorded" => exchange(&fixture, numbered(number, false)).unwrap(),
+            "recorded" => drop(exchange(&fixture, numbered(number, false)).unwrap()),
             _ => {}
         }
         expected.reverse();

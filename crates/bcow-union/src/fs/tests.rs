@@ -23,8 +23,8 @@ use tempfile::TempDir;
 use super::lookup::Access;
 use super::nodes::{Content, Node};
 use super::{
-    Allocate, Attributes, Caller, Changes, LowerImage, New, Privileges, SetTime, SyncScope,
-    UnionFs, on_host,
+    Allocate, Attributes, Caller, Changes, LowerImage, New, Privileges, RenameMode, SetTime,
+    SyncScope, UnionFs, on_host,
 };
 use crate::node::NodeId;
 use crate::options::{SyncPolicy, UnionOptions};
@@ -40,6 +40,9 @@ pub(super) const ROOT: Caller = Caller {
     pid: 1,
     umask: 0o022,
 };
+
+/// Number of names of the file in the directory `links`.
+const LINKS: u32 = 100;
 
 /// Waits until a condition holds that another thread brings about. Fails after one minute.
 fn wait_until(mut is_so: impl FnMut() -> bool) {
@@ -109,6 +112,11 @@ fn make_image() -> Vec<u8> {
     fs::write(tree.join("big"), noise(1, BIG)).unwrap();
     fs::write(tree.join("h1"), noise(1, 2 * BLOCK as usize)).unwrap();
     fs::hard_link(tree.join("h1"), tree.join("h2")).unwrap();
+    fs::create_dir(tree.join("links")).unwrap();
+    fs::write(tree.join("links/0"), b"a file with many names\n").unwrap();
+    for number in 1..LINKS {
+        fs::hard_link(tree.join("links/0"), tree.join(format!("links/{number}"))).unwrap();
+    }
     let image = directory.path().join("image");
     make_erofs(&tree, &image, &[]);
     fs::read(image).unwrap()
@@ -513,6 +521,40 @@ fn partial_with_an_index_entry_is_removed_with_its_last_name() {
     fixture.fs().unlink(NodeId::ROOT, b"h2").unwrap();
     let index = fs::read_dir(fixture.upper().join(".bcow/index")).unwrap();
     assert_eq!(index.count(), 0);
+}
+
+#[test]
+fn names_are_counted_while_others_get_into_the_upper() {
+    for _ in 0..40 {
+        let Some(fixture) = plain() else { return };
+        let (directory, node) = (fixture.get("links").node, fixture.get("links/0").node);
+        let (fs, has_ended) = (fixture.fs(), AtomicBool::new(false));
+        let has_ended = &has_ended;
+        thread::scope(|scope| {
+            for thread in 0..3 {
+                scope.spawn(move || {
+                    let name = format!("new-{thread}");
+                    while !has_ended.load(Ordering::Acquire) {
+                        fs.link(node, NodeId::ROOT, name.as_bytes()).unwrap();
+                        fs.unlink(NodeId::ROOT, name.as_bytes()).unwrap();
+                    }
+                });
+            }
+            // Each step brings a name of the image into the upper, or hides one.
+            for number in 1..LINKS {
+                let (name, new) = (number.to_string(), format!("moved-{number}"));
+                let (name, new) = (name.as_bytes(), new.as_bytes());
+                let done = match number % 4 {
+                    0 => fs.unlink(directory, name),
+                    _ => fs.rename(directory, name, directory, new, RenameMode::Replace),
+                };
+                done.unwrap();
+            }
+            has_ended.store(true, Ordering::Release);
+        });
+        let removed = (LINKS - 1) / 4;
+        assert_eq!(fixture.get("links/0").nlink, LINKS - removed);
+    }
 }
 
 #[test]
