@@ -1,14 +1,16 @@
 //! The process of a pool: its mounts, and the requests of clients.
 
+mod figures;
+mod requests;
 mod restart;
 mod takeover;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -21,34 +23,27 @@ use bcow_fuse::session::{Closer, Stopper, Unmounted, Unmounter};
 use bcow_fuse::shared::{Keeper, SharedFiles, SharedHandover};
 use bcow_fuse::signals::Signals;
 use bcow_fuse::{AnySession, MountStats};
-use bcow_images::error::{CommandError, Context};
+use bcow_images::error::CommandError;
 use bcow_images::image::Messages;
 use bcow_images::running::{self, Published, Service};
-use bcow_mounts::control::read_line;
 use bcow_mounts::mount::fuse::Mounted;
 use bcow_mounts::mount::host::{Host, InPool, threads_by_default};
 use bcow_mounts::mount::pooled;
 use bcow_mounts::{PoolName, failure};
 use bcow_union::log::{self, Severity};
-use rustix::process::Pid;
-use serde::Serialize;
 
-use crate::asked::{Asked, OwnDirectory};
+use self::requests::Client;
+use crate::asked::Asked;
 use crate::given::{Given, send_shared};
-use crate::link::{AGAIN, Link, Packet, Wait};
+use crate::link::{Link, Packet, Wait};
 use crate::opener::Opener;
-use crate::protocol::{self, Answer, Hello, MAX_REQUEST_BYTES, Message, Outcome, Request, View};
+use crate::protocol::Message;
 use crate::record::MountRecord;
-use crate::stats::{Document, Memory, Mount, SCHEMA};
 
-/// Requests at a time. Further clients are refused.
-const AT_ONCE: usize = 64;
 /// Mounts that are stopped or taken over at a time.
 const SIDE_BY_SIDE: usize = 8;
 /// Limit of the mounts of a pool: each has threads and descriptors.
 const MAX_MOUNTS: usize = 1000;
-/// How long a client may take to send its request.
-const ASKS_WITHIN: Duration = Duration::from_secs(10);
 /// How long the threads of unmounted mounts may take to end before the end of the pool is refused.
 const LEAVES_WITHIN: Duration = Duration::from_secs(2);
 /// Pause after a failed accept, which mostly means too few descriptors.
@@ -341,20 +336,6 @@ impl Pool {
         start_thread("accept", accept)
     }
 
-    fn hello(&self) -> Hello {
-        Hello {
-            version: protocol::VERSION,
-            program: env!("CARGO_PKG_VERSION").to_owned(),
-            pool: self.name.to_string(),
-            pid: std::process::id(),
-            since: self.since,
-            mounts: self.state().mounts.len(),
-            supervisor: self.has_supervisor().then_some(self.supervisor),
-            restarts: self.restarts,
-            lost: self.lost.load(Ordering::Relaxed),
-        }
-    }
-
     fn has_supervisor(&self) -> bool {
         self.has_supervisor.load(Ordering::Relaxed)
     }
@@ -422,74 +403,6 @@ impl Pool {
         };
         if let Some(unmounter) = unmounter {
             unmounter.unmount();
-        }
-    }
-
-    /// The statistics of the mounts, without the lock: they take time.
-    fn documents(&self) -> Vec<(Service, Option<Asked>, bcow_fuse::stats::Document)> {
-        let mounts: Vec<_> = {
-            let state = self.state();
-            let mounts = state.mounts.values();
-            mounts
-                .map(|entry| {
-                    let asked = entry.kept.as_ref().map(|kept| kept.asked.clone());
-                    (entry.service.clone(), asked, Weak::clone(&entry.stats))
-                })
-                .collect()
-        };
-        let documents = mounts.into_iter();
-        documents
-            .filter_map(|(service, asked, stats)| {
-                Some((service, asked, stats.upgrade()?.document()))
-            })
-            .collect()
-    }
-
-    /// The metrics of the pool and of its mounts at this moment.
-    pub fn for_prometheus(&self) -> String {
-        let mounts: Vec<_> = self.documents().into_iter().map(|one| one.2).collect();
-        let resident = number("/proc/self/status", "VmRSS:").unwrap_or(0) << 10;
-        #[rustfmt::skip]
-        let figures = [
-            ("bcow_pool_mounts", "gauge", "Mounts of the pool", mounts.len() as u64),
-            ("bcow_pool_restarts_total", "counter", "Processes that the pool had before",
-                self.restarts),
-            ("bcow_pool_lost_mounts_total", "counter", "Mounts that this process did not take over",
-                self.lost.load(Ordering::Relaxed)),
-            ("bcow_pool_start_time_seconds", "gauge", "Start of the pool, since 1970", self.since),
-            ("bcow_pool_resident_bytes", "gauge", "Memory of the process", resident),
-        ];
-        bcow_fuse::stats::text_of_pool(&figures, &self.cache.figures(), &mounts)
-    }
-
-    fn statistics(&self) -> Document {
-        let documents = self.documents().into_iter();
-        let mounts = documents.map(|(service, asked, document)| {
-            let requests = document.operations.iter().map(|operation| operation.count);
-            Mount {
-                requests: requests.sum(),
-                errors: document.errors.total,
-                image: service.image,
-                at: service.at.join(", "),
-                upper: service.upper,
-                mode: service.mode,
-                device: service.device,
-                since_unix_seconds: service.since,
-                asked,
-            }
-        });
-        Document {
-            schema: SCHEMA.to_owned(),
-            pool: self.name.to_string(),
-            pid: std::process::id(),
-            since_unix_seconds: self.since,
-            restarts: self.restarts,
-            sandbox: self.sandbox.clone(),
-            mounts: mounts.collect(),
-            memory: memory(),
-            cache: self.cache.figures(),
-            threads: number("/proc/self/status", "Threads:").unwrap_or(0),
-            requests: self.requests(),
         }
     }
 
@@ -714,147 +627,6 @@ impl Messages for Collected {
     }
 }
 
-/// What a request returns to the client.
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Done {
-    Mounted {
-        #[serde(skip)]
-        number: u64,
-    },
-    Statistics(Box<Document>),
-    Stopped {
-        /// Mounts that are in use.
-        in_use: u64,
-    },
-    Restarted {
-        /// Mounts that no process takes over.
-        unmounted: u64,
-    },
-}
-
-/// A connected client. Counts until it is dropped.
-struct Client {
-    pool: Arc<Pool>,
-    is_one_too_many: bool,
-    /// Whether its request was read.
-    has_asked: bool,
-}
-
-impl Client {
-    fn new(pool: &Arc<Pool>) -> Self {
-        let before = pool.clients.fetch_add(1, Ordering::Relaxed);
-        Client {
-            pool: Arc::clone(pool),
-            is_one_too_many: before >= AT_ONCE,
-            has_asked: false,
-        }
-    }
-
-    /// Answers one request. Errors of the connection concern only the client.
-    fn serve(mut self, connection: &UnixStream) {
-        let hello = protocol::line(&self.pool.hello()).unwrap_or_default();
-        if send(connection, &hello).is_err() {
-            return;
-        }
-        let messages = Collected::default();
-        let result = match self.answer(connection, &messages) {
-            Ok(None) => return,
-            Ok(Some(outcome)) => outcome,
-            Err(error) => Outcome::Failed(error),
-        };
-        let messages = messages.0.into_inner();
-        let answer = Answer { messages, result };
-        let sent = protocol::line(&answer)
-            .map_err(io::Error::from)
-            .and_then(|line| send(connection, &line));
-        match answer.result {
-            Outcome::Done(Done::Mounted { number }) if sent.is_err() => self.pool.unmount(number),
-            Outcome::Done(Done::Restarted { .. }) => {
-                self.pool.wait_for_answers();
-                std::process::exit(AGAIN.into());
-            }
-            Outcome::Done(Done::Stopped { .. }) => {
-                self.pool.state().unanswered -= 1;
-                self.pool.changed.notify_all();
-                // The client waits until the process has ended and the connection is closed.
-                self.pool.wait_for_end();
-                thread::park();
-            }
-            _ => {}
-        }
-    }
-
-    /// `None` if the client has left without a request.
-    fn answer(
-        &mut self,
-        connection: &UnixStream,
-        ui: &dyn Messages,
-    ) -> Result<Option<Outcome<Done>>, CommandError> {
-        let name = self.pool.name.clone();
-        let cannot = || CommandError::new(format!("cannot use the pool {name}"));
-        if self.is_one_too_many {
-            return Err(cannot().caused_by_text(format!("it answers {AT_ONCE} other requests")));
-        }
-        let peer = rustix::net::sockopt::socket_peercred(connection)
-            .map_err(|errno| cannot().caused_by(&io::Error::from(errno)))?;
-        let line = match read_line(connection, MAX_REQUEST_BYTES, Some(ASKS_WITHIN)) {
-            Ok(line) => line,
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
-            Err(error) => return Err(cannot().caused_by(&error)),
-        };
-        self.has_asked = true;
-        self.pool.state().answering += 1;
-        let request = protocol::decode_request(&line)?;
-        let is_owner = peer.uid == rustix::process::geteuid();
-        // Root may look at and end the pools of others, as with every process.
-        if !is_owner && (!peer.uid.is_root() || matches!(request, Request::Mount { .. })) {
-            return Err(cannot().caused_by_text(format!(
-                "it belongs to {}",
-                running::user_name(rustix::process::geteuid().as_raw())
-            )));
-        }
-        log_request(&request, peer.pid);
-        Ok(Some(Outcome::Done(match request {
-            Request::Stats => Done::Statistics(Box::new(self.pool.statistics())),
-            Request::Stop { force } => Done::Stopped {
-                in_use: self.pool.stop(force)?,
-            },
-            Request::Restart { force } => Done::Restarted {
-                unmounted: self.pool.restart(force)?,
-            },
-            Request::Mount { asked, view } => {
-                if view != View::own().context(|| cannot().message().to_owned())? {
-                    return Err(cannot()
-                        .caused_by_text(
-                            "it runs in another mount or user namespace, or with another root \
-                             directory, and opens the files of its mounts there",
-                        )
-                        .hint("start a pool in this namespace, or leave --pool out"));
-                }
-                // Before the directory, which can be inside a mount of the pool.
-                let Some(mount) = MountInProgress::new(&self.pool)? else {
-                    return Ok(Some(Outcome::Again));
-                };
-                let place = OwnDirectory::enter(asked.directory.clone(), Some(peer.pid))?;
-                let number = self.pool.mount(mount, asked, ui)?;
-                drop(place);
-                Done::Mounted { number }
-            }
-        })))
-    }
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        self.pool.clients.fetch_sub(1, Ordering::Relaxed);
-        if self.has_asked {
-            self.pool.state().answering -= 1;
-            self.pool.changed.notify_all();
-        }
-    }
-}
-
 fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let thread = thread::Builder::new().name(name.to_owned());
     thread.spawn(work).map(drop)
@@ -878,38 +650,7 @@ fn side_by_side<T: Send>(items: impl Iterator<Item = T> + Send, work: impl Fn(T)
     });
 }
 
-fn send(mut connection: &UnixStream, line: &[u8]) -> io::Result<()> {
-    connection.set_write_timeout(Some(ASKS_WITHIN))?;
-    connection.write_all(line)
-}
-
-fn log_request(request: &Request, client: Pid) {
-    let name = match request {
-        Request::Mount { .. } => "a mount",
-        Request::Stats => "the statistics",
-        Request::Stop { .. } => "the end of the pool",
-        Request::Restart { .. } => "another process",
-    };
-    tracing::info!("process {} asks for {name}", client.as_raw_nonzero());
-}
-
 /// No process reads standard error of a pool in the background.
 pub fn log_failure(error: &CommandError) {
     log::log(Severity::Error, &error.in_one_line());
-}
-
-/// A number from a file of /proc.
-fn number(file: &str, name: &str) -> Option<u64> {
-    let text = std::fs::read_to_string(file).ok()?;
-    let mut lines = text.lines();
-    let value = lines.find_map(|line| line.strip_prefix(name))?;
-    value.trim().trim_end_matches(" kB").parse().ok()
-}
-
-fn memory() -> Memory {
-    let kib = |file, name| number(file, name).unwrap_or(0) << 10;
-    Memory {
-        resident_bytes: kib("/proc/self/status", "VmRSS:"),
-        proportional_bytes: kib("/proc/self/smaps_rollup", "Pss:"),
-    }
 }
