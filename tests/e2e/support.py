@@ -72,6 +72,41 @@ def until(condition, what, seconds=60):
         time.sleep(0.01)
 
 
+class Caches:
+    """The caches of the kernel, which all suites share: a test that drops them waits for those that
+    count on what is in them."""
+
+    file, are_counted_on = None, False
+
+    @classmethod
+    def lock(cls, how):
+        if cls.file is None:
+            os.makedirs(os.path.join(TOP, "target"), exist_ok=True)
+            cls.file = open(os.path.join(TOP, "target", "caches.lock"), "w")
+        fcntl.flock(cls.file, how)
+
+    @classmethod
+    @contextlib.contextmanager
+    def counted_on(cls):
+        """Only the test itself drops them. Also a decorator."""
+        cls.lock(fcntl.LOCK_SH)
+        cls.are_counted_on = True
+        try:
+            yield
+        finally:
+            cls.are_counted_on = False
+            cls.lock(fcntl.LOCK_UN)
+
+
+def drop_caches(what="2"):
+    """Makes the kernel forget the files that no program uses (2), and all content too (3)."""
+    Caches.lock(fcntl.LOCK_EX)
+    try:
+        write_file("/proc/sys/vm/drop_caches", what)
+    finally:
+        Caches.lock(fcntl.LOCK_SH if Caches.are_counted_on else fcntl.LOCK_UN)
+
+
 def read_bytes(path):
     with open(path, "rb") as file:
         return file.read()

@@ -19,8 +19,8 @@ from unittest import mock
 import subjects
 import support
 from promises import promise
-from support import (assert_refused, assert_same_tree, bcow, flip, is_mounted, read_bytes,
-                     read_json, read_text, run, until, write_file)
+from support import (assert_refused, assert_same_tree, bcow, drop_caches, flip, is_mounted,
+                     read_bytes, read_json, read_text, run, until, write_file)
 from test_kernel_driver import (KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDriver,
                               backing_files)
 import tree
@@ -362,7 +362,7 @@ class Mounts(KernelUpper):
             self.assertGreater(held, 30 * MEBIBYTE)
             until(lambda: resident() < 32 * MEBIBYTE, f"memory returned, {driver}", SECONDS)
             self.assertEqual(self.stats(where)["cache"]["held_bytes"], 0)
-            write_file("/proc/sys/vm/drop_caches", "3")
+            drop_caches("3")
             self.assertTrue(read())
             self.umount(where)
 

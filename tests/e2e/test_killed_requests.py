@@ -13,7 +13,7 @@ import signal
 import stat
 import subprocess
 
-from support import bcow, need, read_bytes, run, until, write_file
+from support import bcow, drop_caches, need, read_bytes, run, until, write_file
 from test_nth_call import ALL
 from test_share import ShareCase
 from test_pool import TIMEOUT
@@ -31,10 +31,6 @@ MOST_CALLS = 60
 DIRECTORIES = 400 if ALL else 130
 # The size from which files are shared, and smaller.
 SIZES = {"large": 20_000, "small": 3000, "other": 30_000, "target": 25_000}
-
-
-def drop_caches():
-    write_file("/proc/sys/vm/drop_caches", b"2")
 
 
 def change(path, data=b"changed"):

@@ -18,8 +18,9 @@ import time
 
 import test_pool
 from promises import promise
-from support import UNPRIVILEGED, bcow, is_mounted, read_bytes, run, until, write_file
-from test_share import LARGE, SMALL, STEPS, Background, ShareCase, drop_caches
+from support import (UNPRIVILEGED, bcow, drop_caches, is_mounted, read_bytes, run, until,
+                     write_file)
+from test_share import LARGE, SMALL, STEPS, Background, ShareCase
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -170,7 +171,7 @@ class Whole(WholeCase):
 
         def passes():
             # The kernel holds the file, of which the next process does not know the descriptors.
-            drop_caches()
+            drop_caches("3")
             return self.passes_now(name)
 
         write(100)
@@ -558,8 +559,7 @@ class Takeovers(WholeCase):
         self.assert_passes("new")
         # The kernel forgets the files.
         self.close()
-        with open("/proc/sys/vm/drop_caches", "w") as file:
-            file.write("3")
+        drop_caches("3")
         self.assertEqual(read_bytes(self.at("small")), b"small" + self.data["small"][5:SMALL])
         until(lambda: self.passes_now("small"), "the kernel has forgotten the file")
         self.stop()

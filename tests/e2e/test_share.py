@@ -25,8 +25,8 @@ import test_ahead
 import test_pool
 from overlay import Entry
 from promises import promise
-from support import (UNPRIVILEGED, WORK, assert_refused, bcow, children, is_mounted, need,
-                     need_kernel, read_bytes, run, until)
+from support import (UNPRIVILEGED, WORK, Caches, assert_refused, bcow, children, drop_caches,
+                     is_mounted, need, need_kernel, read_bytes, run, until)
 
 STEPS = test_pool.STEPS
 LARGE = 300_000
@@ -103,6 +103,7 @@ class ShareCase(test_pool.PoolCase):
 
 
 class Sharing(ShareCase):
+    @Caches.counted_on()
     def test_unchanged_files_have_one_page_cache(self):
         self.start()
         first, second = self.change(), self.change()
@@ -524,6 +525,7 @@ class Sharing(ShareCase):
         agree()
         self.stop()
 
+    @Caches.counted_on()
     def test_an_open_file_shows_changes_of_names_that_the_kernel_knows_from_before(self):
         self.start()
         where = self.change()
@@ -708,14 +710,10 @@ class Worker(Background):
             self.failure = failure
 
 
-def drop_caches():
-    with open("/proc/sys/vm/drop_caches", "w") as file:
-        file.write("3")
-
-
 class Takeovers(ShareCase):
     @promise("If the process of the pool is killed or replaced, programs that read or map shared "
              "files wait, and see no error.")
+    @Caches.counted_on()
     def test_programs_go_on_while_the_process_is_killed_and_replaced(self):
         self.start()
         places = [self.change() for _ in range(3)]
@@ -723,7 +721,7 @@ class Takeovers(ShareCase):
             def wait():
                 one.goes_on()
                 two.goes_on()
-                drop_caches()
+                drop_caches("3")
 
             self.disturb(2 * STEPS, wait)
         for worker in (one, two):
@@ -751,7 +749,7 @@ class Takeovers(ShareCase):
             memory[:7] = b"changed"
             # The kernel has the change, and bcow does not.
             self.kill()
-            drop_caches()
+            drop_caches("3")
             self.assertEqual(read_bytes(path)[:7], b"changed")
             self.assertTrue(os.pread(old, LARGE, 0) == self.data["file0"])
             self.kill()
@@ -759,6 +757,7 @@ class Takeovers(ShareCase):
             self.assertEqual(read_bytes(path + "-moved")[:7], b"changed")
         self.stop()
 
+    @Caches.counted_on()
     def test_a_change_that_was_not_answered_is_known_to_each_name(self):
         need("strace")
         self.start()
@@ -940,6 +939,7 @@ class Layered(ShareCase):
             self.assertFalse(self.is_cached(second, name), name)
         self.assert_files(second, tag)
 
+    @Caches.counted_on()
     def test_images_with_common_layers_share_the_files_of_the_layers(self):
         self.start()
         for kind in ("", "-dedup"):
@@ -949,6 +949,7 @@ class Layered(ShareCase):
                 self.assert_common(first, second, "b")
         self.stop()
 
+    @Caches.counted_on()
     def test_images_that_are_named_by_their_layers_share_them_too(self):
         self.start()
         first, second = (self.change_image(layers[0], *(f"--layer={one}" for one in layers[1:]))
@@ -958,6 +959,7 @@ class Layered(ShareCase):
         self.assertTrue(self.is_cached(self.change_image(self.layers["a"][0]), "lib/large"))
         self.stop()
 
+    @Caches.counted_on()
     def test_a_verified_image_does_not_show_what_another_image_has_read(self):
         self.start()
         first = self.change_image(self.name("a"))
@@ -982,7 +984,7 @@ class Layered(ShareCase):
         restart = functools.partial(self.bcow, "pool", "restart", "pool")
         for step in (drop_caches, self.kill, restart):
             step()
-            drop_caches()
+            drop_caches("3")
             for fd, memory in zip(fds, maps):
                 self.assertTrue(os.pread(fd, len(old), 0) == old)
                 self.assertTrue(memory[:] == old)
@@ -995,6 +997,7 @@ class Layered(ShareCase):
             memory.close()
         self.stop()
 
+    @Caches.counted_on()
     def test_the_next_process_finds_the_files_of_the_layers(self):
         self.start()
         first, second = self.change_image(self.name("a")), self.change_image(self.name("b"))
@@ -1003,7 +1006,7 @@ class Layered(ShareCase):
         # Only the image that no program has read keeps the layer.
         self.bcow("umount", second)
         self.assertTrue(self.is_cached(first, "lib/large"))
-        drop_caches()
+        drop_caches("3")
         self.assert_files(first, "a")
         third = self.change_image(self.name("b"))
         self.assertTrue(self.is_cached(third, "lib/end"))
@@ -1043,6 +1046,7 @@ class Remote(ShareCase):
         self.assertTrue(self.statistics(where)["share"]["on"])
         return where
 
+    @Caches.counted_on()
     def test_mounts_of_an_image_on_a_server_share_files(self):
         self.start()
         with test_ahead.Server(self.directory) as server:

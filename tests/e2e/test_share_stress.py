@@ -16,7 +16,7 @@ import tempfile
 import time
 
 import test_pool
-from support import WORK, bcow, need_kernel, write_file
+from support import WORK, bcow, drop_caches, need_kernel, write_file
 
 SECONDS = int(os.environ.get("BCOW_SECONDS") or 25)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
@@ -74,8 +74,7 @@ class Stress(test_pool.PoolCase):
         last = [(0, time.monotonic())] * len(programs)
         while time.monotonic() < end:
             time.sleep(source.uniform(0.2, 4))
-            # Other tests of this machine may count on the page cache of open files.
-            write_file("/proc/sys/vm/drop_caches", b"2")
+            drop_caches()
             if source.random() < 0.5:
                 with open(lock) as file:
                     fcntl.flock(file, fcntl.LOCK_EX)

@@ -16,7 +16,7 @@ import subjects
 import support
 import syscalls
 from promises import promise
-from support import append_to, bcow, read_bytes, run, write_file
+from support import append_to, bcow, drop_caches, read_bytes, run, write_file
 from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_ROUNDS") or 3)
@@ -163,7 +163,7 @@ class Changes:
             self.sides.remount(action)
         elif choice < 0.3:
             # The kernel forgets what it knows, and asks again.
-            write_file("/proc/sys/vm/drop_caches", b"2")
+            drop_caches()
             self.sides.require_unchanged(f"{action} and a new lookup")
 
     def propose(self):

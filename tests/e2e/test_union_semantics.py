@@ -25,7 +25,8 @@ import syscalls
 import tree
 from promises import promise
 from subjects import content
-from support import append_to, overwrite, read_bytes, run, sparse_file, write_file
+from support import (append_to, drop_caches, overwrite, read_bytes, run, sparse_file,
+                     write_file)
 from union import UnionCase
 
 ROOT, ALICE, BOB = (0, 0), (1000, 1000), (1001, 1001)
@@ -1022,7 +1023,7 @@ class Attributes(UnionCase):
             read_all()
             self.assertEqual(times(), before)
             names = [name for name in names if "link" not in name]
-            write_file("/proc/sys/vm/drop_caches", "2")
+            drop_caches()
             read_all()
             self.assertEqual(times(), {name: before[name] for name in names})
             if not again:
