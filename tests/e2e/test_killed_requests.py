@@ -138,6 +138,9 @@ class Kills(ShareCase):
         self.upper = os.path.join(self.uppers, "killed")
         self.where = self.mount("--upper", self.upper, *options, image=self.image)
 
+    def restarts(self):
+        return self.find()["restarts"] or 0
+
     def killed_at(self, number, prepare, operation):
         """Executes the operation, and kills the process before its call with this number. Returns
         whether it was killed."""
@@ -147,9 +150,9 @@ class Kills(ShareCase):
         shown(top)
         for where in (top, plain):
             prepare(lambda path, where=where: os.path.join(where, path))
-        pid = self.find()["pid"]
+        before = self.find()
         trace = subprocess.Popen(
-            ["strace", "-f", "-p", str(pid), "-o", "/dev/null", "-e", f"trace={CALLS}",
+            ["strace", "-f", "-p", str(before["pid"]), "-o", "/dev/null", "-e", f"trace={CALLS}",
              "-e", f"inject={CALLS}:signal=KILL:when={number}"],
             stderr=subprocess.PIPE, text=True)
         try:
@@ -159,13 +162,13 @@ class Kills(ShareCase):
             if operation is forget:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     trace.wait(0.2)
-            was_killed = not os.path.exists(f"/proc/{pid}")
+            was_killed = trace.poll() is not None or self.restarts() > before["restarts"]
         finally:
             trace.send_signal(signal.SIGTERM)
             trace.wait(TIMEOUT)
             trace.stderr.close()
-        until(lambda: (self.find() or {}).get("pid") not in (None, pid if was_killed else None),
-              "a process of the pool")
+        if was_killed:
+            until(lambda: self.restarts() > before["restarts"], "another process takes over")
         expected = shown(plain)
         self.assertEqual(shown(top), expected)
         drop_caches()

@@ -530,7 +530,7 @@ class Sharing(ShareCase):
         self.start()
         where = self.change()
         first, second = (os.path.join(where, name) for name in ("hard1", "directory/hard2"))
-        # The kernel knows both names by the first number, and then the first by the second one.
+        # The kernel knows both names by the number of the node, and the descriptor by the alias.
         os.stat(first)
         os.stat(second)
         writer = self.open(where, "hard1", os.O_RDWR)

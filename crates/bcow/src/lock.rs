@@ -134,7 +134,15 @@ impl FileLock {
     /// Locks `file`, which is open for writing, for a writer. `note` names the process and its
     /// purpose.
     pub fn exclusive(file: &File, note: &str) -> Result<FileLock, LockError> {
-        when_passed(|| match file.try_lock() {
+        Self::exclusive_after(pause, file, note)
+    }
+
+    fn exclusive_after(
+        pause: impl FnMut(),
+        file: &File,
+        note: &str,
+    ) -> Result<FileLock, LockError> {
+        when_passed(pause, || match file.try_lock() {
             Ok(()) => Ok(()),
             // Only readers hold the lock, so a note in the file is that of a killed writer.
             Err(TryLockError::WouldBlock) if file.try_lock_shared().is_ok() => {
@@ -160,7 +168,11 @@ impl FileLock {
 
     /// Locks a file that may change for a reader. The lock lasts as long as the file is open.
     pub fn shared(file: &File) -> Result<(), LockError> {
-        when_passed(|| match file.try_lock_shared() {
+        Self::shared_after(pause, file)
+    }
+
+    fn shared_after(pause: impl FnMut(), file: &File) -> Result<(), LockError> {
+        when_passed(pause, || match file.try_lock_shared() {
             Ok(()) => Ok(()),
             Err(TryLockError::WouldBlock) => Err(refused(file)),
             Err(TryLockError::Error(error)) => Err(LockError::Io(error)),
@@ -168,16 +180,23 @@ impl FileLock {
     }
 }
 
-/// Locks with `lock`, again for `PASSING_WITHIN` and `PASSING_TRIES` while the holder has no note.
-/// A writer has one until it closes its file, so it is reported at once.
-fn when_passed(mut lock: impl FnMut() -> Result<(), LockError>) -> Result<(), LockError> {
+fn pause() {
+    std::thread::sleep(RETRY_PAUSE);
+}
+
+/// Locks with `lock`, again for `PASSING_WITHIN` and `PASSING_TRIES` while the holder has no note,
+/// with a `pause` between. A writer has a note until it closes its file, so it is reported at once.
+fn when_passed(
+    mut pause: impl FnMut(),
+    lock: impl Fn() -> Result<(), LockError>,
+) -> Result<(), LockError> {
     let start = Instant::now();
     let mut tries = 1;
     loop {
         match lock() {
             Err(LockError::InUse) if tries < PASSING_TRIES || start.elapsed() < PASSING_WITHIN => {
                 tries += 1;
-                std::thread::sleep(RETRY_PAUSE);
+                pause();
             }
             other => return other,
         }
@@ -262,7 +281,8 @@ mod tests {
             (400, 300, false),
             (400, 300, true),
         ] {
-            // Every second read finds all the locks in front, and every other one few of them.
+            // The first read finds all the locks in front, and the others few of them, or every
+            // second one all of them again.
             let mut reads = 0;
             let held = held_in_list(|buffer, at| {
                 reads += 1;
@@ -355,27 +375,22 @@ mod tests {
             let mut options = File::options();
             options.read(true).write(true).open(path.path()).unwrap()
         };
+        // At the last pause, the second descriptor of the same open file is closed, as that of a
+        // process at its execve(2).
+        let at_last = |file: File| {
+            let (mut copy, mut pauses) = (Some(file.try_clone().unwrap()), 0);
+            move || {
+                pauses += 1;
+                if pauses == PASSING_TRIES - 1 {
+                    drop(copy.take());
+                }
+            }
+        };
         let reader = open();
         FileLock::shared(&reader).unwrap();
-        // A second descriptor of the same open file, as a process has before its execve(2).
-        let mut copies = vec![reader.try_clone().unwrap()];
-        drop(reader);
         let writer = open();
-        let mut tries = 0;
-        when_passed(|| {
-            tries += 1;
-            if tries == PASSING_TRIES {
-                copies.clear();
-            }
-            writer.try_lock().map_err(|_held| LockError::InUse)
-        })
-        .unwrap();
-        assert_eq!(tries, PASSING_TRIES);
-        // The lock of a writer whose note is erased.
-        let copy = writer.try_clone().unwrap();
-        drop(writer);
-        let closer = std::thread::spawn(move || drop(copy));
-        FileLock::shared(&open()).unwrap();
-        closer.join().unwrap();
+        let lock = FileLock::exclusive_after(at_last(reader), &writer, "a test").unwrap();
+        drop(lock);
+        FileLock::shared_after(at_last(writer), &open()).unwrap();
     }
 }

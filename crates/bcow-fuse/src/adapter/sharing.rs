@@ -211,14 +211,6 @@ impl Sharing {
         }
     }
 
-    /// Makes the kernel drop the attributes that it has cached for the aliases of nodes of which
-    /// names have changed.
-    pub(super) fn names_changed(&self, fs: &UnionFs, nodes: impl IntoIterator<Item = NodeId>) {
-        for node in nodes {
-            self.changed(fs, INodeNo(node.0));
-        }
-    }
-
     /// Makes the kernel drop the attributes that it has cached for a number. It must not drop pages
     /// here: it would wait until this process has answered the writes of dirty ones.
     fn drop_attributes(&self, number: u64) {

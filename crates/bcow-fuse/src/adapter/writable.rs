@@ -180,8 +180,8 @@ impl Writable {
         reply: ReplyEmpty,
     ) {
         let done = changed.map(|nodes| {
-            if let Some(sharing) = &self.sharing {
-                sharing.names_changed(&self.fs, nodes);
+            for node in nodes {
+                self.changed(INodeNo(node.0));
             }
         });
         reply::empty(done, reply);

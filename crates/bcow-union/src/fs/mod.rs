@@ -31,6 +31,8 @@ mod remove;
 mod rename;
 mod report;
 mod resent;
+#[cfg(test)]
+mod resent_tests;
 mod restore;
 mod room;
 mod sharing;

@@ -83,20 +83,20 @@ impl UnionFs {
         let to = self.end(&new_parent, new_name)?;
         let node = self.find_existing(&parent, name)?;
         let there = self.find(&new_parent, new_name)?;
-        match (how, there) {
-            (RenameMode::NoReplace, Some(_)) => Err(Errno::EXIST),
-            (RenameMode::Exchange, None) => Err(Errno::NOENT),
-            (_, Some(there)) if there.id == node.id => Ok(Vec::new()),
-            (how, there) => {
-                match &there {
-                    Some(there) if how == RenameMode::Exchange => {
-                        self.exchange(number, &from, &node, &to, there)?;
-                    }
-                    there => self.move_to(number, &from, &node, &to, there.as_ref())?,
-                }
-                Ok([node].iter().chain(&there).map(|node| node.id).collect())
+        match (how, &there) {
+            (RenameMode::NoReplace, Some(_)) => return Err(Errno::EXIST),
+            (RenameMode::Exchange, None) => return Err(Errno::NOENT),
+            (_, Some(there)) if there.id == node.id => return Ok(Vec::new()),
+            (RenameMode::Exchange, Some(there)) => {
+                self.exchange(number, &from, &node, &to, there)?;
             }
+            (_, there) => self.move_to(number, &from, &node, &to, there.as_ref())?,
         }
+        Ok([Some(node), there]
+            .into_iter()
+            .flatten()
+            .map(|node| node.id)
+            .collect())
     }
 
     fn end<'a>(&self, parent: &'a Arc<Node>, name: &'a [u8]) -> Result<End<'a>, Errno> {

@@ -85,13 +85,11 @@ impl UnionFs {
     pub fn changed_images(&self) -> Vec<NodeId> {
         let mut found = Vec::new();
         self.table.for_each(&mut |node| {
-            let may_be = node.lower.is_some() && node.kind == FileType::Regular;
-            if may_be && !is_unchanged(node) {
+            // The first condition needs no inode of the image.
+            if !is_unchanged(node) && self.image_content(node.id) == Ok(ImageContent::Changed) {
                 found.push(node.id);
             }
         });
-        let is_changed = |id: &NodeId| self.image_content(*id) == Ok(ImageContent::Changed);
-        found.retain(is_changed);
         found
     }
 
