@@ -11,6 +11,7 @@ is then 1.
 import collections
 import ctypes
 import errno
+import mmap
 import os
 import random
 import select
@@ -33,11 +34,27 @@ def rename_with(old, new, flags):
         raise OSError(number, os.strerror(number), old)
 
 
+def describe(found, file):
+    """The first ranges in which bytes differ from the content of a file, and what they are."""
+    ranges, at = [], 0
+    for at in range(0, max(len(found), len(file.content)), 512):
+        piece = found[at:at + 512]
+        if piece == file.content[at:at + 512]:
+            continue
+        kind = ("zeros" if not any(piece) else
+                "the first content" if piece == file.original[at:at + 512] else "others")
+        if ranges and ranges[-1][1:] == (at, kind):
+            ranges[-1] = (ranges[-1][0], at + 512, kind)
+        else:
+            ranges.append((at, at + 512, kind))
+    return ", ".join(f"{kind} from {start} to {end}" for start, end, kind in ranges[:9]) or "right"
+
+
 class File:
     """A file: its content, and the attributes that were set."""
 
     def __init__(self, content=b""):
-        self.content = bytearray(content)
+        self.original, self.content = bytes(content), bytearray(content)
         self.attributes = {}
         self.links = 1
 
@@ -72,8 +89,10 @@ class Model:
         """Reads the template."""
         files = {}
         for directory, directories, names in os.walk(template):
+            # With a seed, the same steps on each host.
+            directories.sort()
             below = os.path.relpath(directory, template)
-            for name in directories + names:
+            for name in directories + sorted(names):
                 path = os.path.normpath(os.path.join(below, name))
                 source = os.path.join(directory, name)
                 found = os.lstat(source)
@@ -308,10 +327,24 @@ class Model:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         found = os.pread(descriptor, len(file.content) + 1, 0)
         if found != file.content:
-            first = next((at for at, (one, other) in enumerate(zip(found, file.content))
-                          if one != other), min(len(found), len(file.content)))
             raise AssertionError(f"{path} has {len(found)} bytes instead of "
-                                 f"{len(file.content)}, and other bytes from {first} on")
+                                 f"{len(file.content)}: {describe(found, file)}; "
+                                 f"{self.read_again(descriptor, file)}")
+
+    def read_again(self, descriptor, file):
+        """Reads without the page cache, and says what is there."""
+        try:
+            again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            return f"cannot open it again: {error}"
+        try:
+            with mmap.mmap(-1, len(file.content) // 4096 * 4096 + 4096) as buffer:
+                found = buffer[:os.preadv(again, [buffer], 0)]
+        except OSError as error:
+            return f"cannot read it again: {error}"
+        finally:
+            os.close(again)
+        return f"without the page cache: {describe(found, file)}"
 
     def check(self):
         for path, file in self.objects.items():

@@ -103,7 +103,7 @@ class ShareCase(test_pool.PoolCase):
 
 
 class Sharing(ShareCase):
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_unchanged_files_have_one_page_cache(self):
         self.start()
         first, second = self.change(), self.change()
@@ -525,7 +525,7 @@ class Sharing(ShareCase):
         agree()
         self.stop()
 
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_an_open_file_shows_changes_of_names_that_the_kernel_knows_from_before(self):
         self.start()
         where = self.change()
@@ -713,7 +713,7 @@ class Worker(Background):
 class Takeovers(ShareCase):
     @promise("If the process of the pool is killed or replaced, programs that read or map shared "
              "files wait, and see no error.")
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_programs_go_on_while_the_process_is_killed_and_replaced(self):
         self.start()
         places = [self.change() for _ in range(3)]
@@ -757,7 +757,7 @@ class Takeovers(ShareCase):
             self.assertEqual(read_bytes(path + "-moved")[:7], b"changed")
         self.stop()
 
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_a_change_that_was_not_answered_is_known_to_each_name(self):
         need("strace")
         self.start()
@@ -939,7 +939,7 @@ class Layered(ShareCase):
             self.assertFalse(self.is_cached(second, name), name)
         self.assert_files(second, tag)
 
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_images_with_common_layers_share_the_files_of_the_layers(self):
         self.start()
         for kind in ("", "-dedup"):
@@ -949,7 +949,7 @@ class Layered(ShareCase):
                 self.assert_common(first, second, "b")
         self.stop()
 
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_images_that_are_named_by_their_layers_share_them_too(self):
         self.start()
         first, second = (self.change_image(layers[0], *(f"--layer={one}" for one in layers[1:]))
@@ -959,7 +959,7 @@ class Layered(ShareCase):
         self.assertTrue(self.is_cached(self.change_image(self.layers["a"][0]), "lib/large"))
         self.stop()
 
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_a_verified_image_does_not_show_what_another_image_has_read(self):
         self.start()
         first = self.change_image(self.name("a"))
@@ -997,7 +997,7 @@ class Layered(ShareCase):
             memory.close()
         self.stop()
 
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_the_next_process_finds_the_files_of_the_layers(self):
         self.start()
         first, second = self.change_image(self.name("a")), self.change_image(self.name("b"))
@@ -1046,7 +1046,7 @@ class Remote(ShareCase):
         self.assertTrue(self.statistics(where)["share"]["on"])
         return where
 
-    @Caches.counted_on()
+    @Caches.counted_on
     def test_mounts_of_an_image_on_a_server_share_files(self):
         self.start()
         with test_ahead.Server(self.directory) as server:
