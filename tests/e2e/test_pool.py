@@ -38,6 +38,8 @@ TIMEOUT = 60
 STEPS = int(os.environ.get("BCOW_KILLS") or 4)
 # Programs that change files at the same time.
 PROGRAMS = 3
+# Programs that ask a pool at the same time.
+CLIENTS = 16
 # A pool at rest for ten seconds empties its cache between two steps of a test: rare, but possible.
 ATTEMPTS = 5
 
@@ -867,6 +869,18 @@ exec {BCOW} "$@"
         self.bcow("pool", "restart", "--force", "pool")
         self.assertFalse(is_mounted(where))
         self.read(other)
+        # One that is in use is detached, and ends with its process. Its data is durable.
+        shutil.copy(self.programs, image)
+        self.mount("--upper", self.upper, image=image, where=where)
+        with open(os.path.join(where, "in-use"), "wb", buffering=0) as file:
+            file.write(b"written")
+            os.remove(image)
+            lost = self.bcow("pool", "restart", "--force", "pool", check=False)
+            assert_refused(self, lost, "1 mount of the pool pool could not be taken over")
+            self.assertFalse(is_mounted(where))
+            self.read(other)
+        self.mount("--upper", self.upper, image=self.programs, where=where)
+        self.assertEqual(read_bytes(os.path.join(where, "in-use")), b"written")
 
 
 class KernelDriver(PoolCase):
@@ -1442,6 +1456,38 @@ class Protocol(PoolCase):
         self.connect().close()
         self.connect().readline()
         self.read(self.mount())
+
+    def ask_again_and_again(self, done):
+        """Gives the number of answers, and that of requests that were read and not answered."""
+        answered = lost = 0
+        while not done.is_set():
+            # The next process may not listen yet, or this one may end before it reads the request.
+            with contextlib.suppress(ConnectionError, FileNotFoundError), \
+                    socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(TIMEOUT)
+                client.connect(os.path.join(self.pools, "pool.sock"))
+                if not client.recv(4096):
+                    continue
+                client.sendall(b'{"version":1,"request":"stats"}\n')
+                if client.recv(4096):
+                    answered += 1
+                else:
+                    lost += 1
+        return answered, lost
+
+    def test_a_process_that_ends_for_a_restart_answers_what_it_has_read(self):
+        self.start()
+        done = threading.Event()
+        with concurrent.futures.ThreadPoolExecutor(CLIENTS) as threads:
+            clients = [threads.submit(self.ask_again_and_again, done) for _ in range(CLIENTS)]
+            try:
+                for _ in range(10):
+                    self.bcow("pool", "restart", "pool")
+            finally:
+                done.set()
+            found = [client.result() for client in clients]
+        self.assertGreater(sum(answered for answered, _ in found), 100)
+        self.assertEqual(sum(lost for _, lost in found), 0)
 
     @promise("Only its owner can make mounts in a pool")
     def test_other_users_are_refused(self):

@@ -18,11 +18,7 @@ impl AnySession {
     /// the mount require it. `let_go` has the task described at [`KernelSession::serve`].
     pub fn serve(self, let_go: impl FnOnce()) -> Result<(), MountError> {
         match self {
-            AnySession::Fuse(session) => {
-                let served = session.serve();
-                let_go();
-                served
-            }
+            AnySession::Fuse(session) => session.serve_and(let_go),
             AnySession::Kernel(session) => session.serve(let_go),
         }
     }

@@ -270,7 +270,7 @@ impl Session {
         let outcome = Arc::downgrade(&closing.outcome);
         Some(Closer::new(move || {
             match (union.upgrade(), outcome.upgrade()) {
-                (Some(union), Some(outcome)) => Closing { union, outcome }.close(),
+                (Some(union), Some(outcome)) => Closing { union, outcome }.close(|| {}),
                 // The session has ended.
                 _ => Ok(()),
             }
@@ -301,6 +301,13 @@ impl Session {
     /// Answers requests until the mount is gone. Then the written data is durable, as far as the
     /// union's options require it.
     pub fn serve(self) -> Result<(), MountError> {
+        self.serve_and(|| {})
+    }
+
+    /// As [`Session::serve`]; calls `let_go` when the written data is durable. From then on, no
+    /// other process must take the mount over: who learns that the upper is complete can replace
+    /// it.
+    pub(crate) fn serve_and(self, let_go: impl FnOnce()) -> Result<(), MountError> {
         if let Some(closing) = &self.union {
             let started = closing.union.start_background();
             started.map_err(MountError::process("start a thread"))?;
@@ -309,10 +316,11 @@ impl Session {
         drop(self.stats);
         let served = (self.fuse)().map_err(MountError::Session);
         let Some(union) = self.union else {
+            let_go();
             return served;
         };
         show_closing();
-        union.close()?;
+        union.close(let_go)?;
         served
     }
 
@@ -329,8 +337,10 @@ impl Session {
 }
 
 impl Closing {
-    fn close(&self) -> Result<(), MountError> {
+    /// Calls `let_go` before it writes the result, and while the upper is locked.
+    fn close(&self, let_go: impl FnOnce()) -> Result<(), MountError> {
         let closed = self.union.close();
+        let_go();
         if closed.is_ok() && self.union.is_removed() {
             self.outcome.report_removed();
             return Err(MountError::Removed(self.union.upper_path().to_owned()));
@@ -357,11 +367,11 @@ impl Closer {
 
 impl Stopper {
     /// Ends the requests in progress, stops all later ones for ever, and makes everything durable.
-    /// The caller ends the process afterwards.
-    pub fn stop(&self) -> Result<(), MountError> {
+    /// The caller ends the process afterwards. Returns false if the mount is ending.
+    pub fn stop(&self) -> Result<bool, MountError> {
         std::mem::forget(self.gate.write());
         let Some(union) = self.union.upgrade() else {
-            return Ok(());
+            return Ok(false);
         };
         union.prepare_takeover().map_err(|errno| MountError::Close {
             upper: union.upper_path().to_owned(),

@@ -94,8 +94,10 @@ struct PoolState {
     is_leaving: bool,
     /// Clients that have ended the pool and have no answer yet.
     unanswered: usize,
-    /// Clients whose request was read, and that are still connected.
+    /// Clients whose request is being read or was read, and that are still connected.
     answering: usize,
+    /// Whether no further request is read, because the process is about to exit.
+    reads_no_more: bool,
     /// For `bcow ps`.
     published: Option<Published>,
 }
@@ -302,10 +304,12 @@ impl Pool {
         }
     }
 
-    /// Waits until all other clients whose request was read have their answer, before the process
-    /// ends for a restart. They get it without a mount, so at once.
+    /// Before the process exits for a restart: waits until all other clients whose request was read
+    /// have their answer. They get it without a mount, so at once. The others see that their
+    /// request was not read, and repeat it.
     fn wait_for_answers(&self) {
-        let state = self.state();
+        let mut state = self.state();
+        state.reads_no_more = true;
         let others = |state: &mut PoolState| state.answering > 1;
         drop(
             self.changed

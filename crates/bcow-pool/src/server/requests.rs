@@ -11,6 +11,8 @@ use bcow_images::error::{CommandError, Context};
 use bcow_images::image::Messages;
 use bcow_images::running;
 use bcow_mounts::control::read_line;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use rustix::process::Pid;
 use serde::Serialize;
 
@@ -48,7 +50,7 @@ enum Done {
 pub(super) struct Client {
     pool: Arc<Pool>,
     is_one_too_many: bool,
-    /// Whether its request was read.
+    /// Whether its request is being read or was read.
     has_asked: bool,
 }
 
@@ -96,7 +98,25 @@ impl Client {
         }
     }
 
-    /// `None` if the client has left without a request.
+    /// Reads the request of the client, which counts from before the first byte is read.
+    fn read_request(&mut self, connection: &UnixStream) -> io::Result<Vec<u8>> {
+        let mut readable = [PollFd::new(connection, PollFlags::IN)];
+        let timeout = Timespec::try_from(ASKS_WITHIN).map_err(io::Error::other)?;
+        if retry_on_intr(|| poll(&mut readable, Some(&timeout)))? == 0 {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        {
+            let mut state = self.pool.state();
+            if state.reads_no_more {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            state.answering += 1;
+        }
+        self.has_asked = true;
+        read_line(connection, MAX_REQUEST_BYTES, Some(ASKS_WITHIN))
+    }
+
+    /// `None` if the client has left without a request, or another process is to read it.
     fn answer(
         &mut self,
         connection: &UnixStream,
@@ -109,13 +129,11 @@ impl Client {
         }
         let peer = rustix::net::sockopt::socket_peercred(connection)
             .map_err(|errno| cannot().caused_by(&io::Error::from(errno)))?;
-        let line = match read_line(connection, MAX_REQUEST_BYTES, Some(ASKS_WITHIN)) {
+        let line = match self.read_request(connection) {
             Ok(line) => line,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(error) => return Err(cannot().caused_by(&error)),
         };
-        self.has_asked = true;
-        self.pool.state().answering += 1;
         let request = protocol::decode_request(&line)?;
         let is_owner = peer.uid == rustix::process::geteuid();
         // Root may look at and end the pools of others, as with every process.

@@ -117,11 +117,9 @@ impl Pool {
         let detached: Vec<u64> = others.iter().map(|(mount, _)| mount.number).collect();
         self.close_uppers(|number| detached.contains(&number));
         let ending = self.stop_mounts();
+        let is_ending = |number: &u64| ending.contains(number) && !detached.contains(number);
         let mut state = self.state();
-        while ending
-            .iter()
-            .any(|number| state.mounts.contains_key(number))
-        {
+        while state.mounts.keys().any(is_ending) {
             state = self.wait(state);
         }
         Ok(unmounted)
@@ -148,13 +146,13 @@ impl Pool {
 
     /// Stops the requests to all mounts with an upper or a disk, and makes their data durable. The
     /// process ends afterwards, and another one takes them over. Returns the mounts that have
-    /// ended, and whose disks another thread closes.
+    /// ended, and that other threads close.
     fn stop_mounts(&self) -> Vec<u64> {
         let ending = Mutex::new(Vec::new());
         // The last mounts first: one may be inside another.
         side_by_side(self.stoppers().into_iter().rev(), |(number, stopper)| {
             let stopped = match stopper {
-                AnyStopper::Upper(stopper) => stopper.stop().map(|()| true),
+                AnyStopper::Upper(stopper) => stopper.stop(),
                 AnyStopper::Disk(stopper) => stopper.stop(),
             };
             match stopped {

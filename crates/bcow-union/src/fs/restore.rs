@@ -46,6 +46,9 @@ struct Restoring<'a> {
     indexed: HashSet<Vec<u8>>,
     /// Nodes of partial files, by the number of the partial file.
     partials: HashMap<u64, Arc<Node>>,
+    /// Nodes whose place is damaged or unreadable. The kernel gets an error for them: what they
+    /// show is not known.
+    unknown: HashSet<NodeId>,
 }
 
 /// Where a node was found.
@@ -69,11 +72,12 @@ impl UnionFs {
             orphans: orphans.collect(),
             indexed: list(self.upper.index())?.into_iter().collect(),
             partials: HashMap::new(),
+            unknown: HashSet::new(),
         };
         restoring.group(inherited.nodes);
         let ids: Vec<NodeId> = restoring.saved.keys().copied().collect();
         for id in ids {
-            restoring.restore_with_parents(id);
+            restoring.restore_with_parents(id)?;
         }
         for (partial, written) in &inherited.written {
             restoring.restore_partial(*partial, written);
@@ -152,7 +156,7 @@ impl Restoring<'_> {
 
     /// Restores a node, and first the directories that it can be in. A loop, because a path can be
     /// deep.
-    fn restore_with_parents(&mut self, id: NodeId) {
+    fn restore_with_parents(&mut self, id: NodeId) -> Result<(), Errno> {
         let mut path = vec![id];
         let mut begun = HashSet::new();
         while let Some(&id) = path.last() {
@@ -175,13 +179,21 @@ impl Restoring<'_> {
             }
             path.pop();
             if let Some(saved) = self.saved.remove(&id) {
-                self.restore_node(id, saved);
+                match self.restore_node(id, saved) {
+                    Err(errno) if is_shortage(errno) => return Err(errno),
+                    Err(_) => drop(self.unknown.insert(id)),
+                    Ok(()) => {}
+                }
             }
         }
+        Ok(())
     }
 
-    fn restore_node(&mut self, id: NodeId, saved: Saved) {
-        let Some(record) = saved.node else { return };
+    /// Fails if the place of the node cannot be read.
+    fn restore_node(&mut self, id: NodeId, saved: Saved) -> Result<(), Errno> {
+        let Some(record) = saved.node else {
+            return Ok(());
+        };
         let union = self.union;
         let kind = host::kind_of(u32::from(record.kind) << 12);
         let lower = record.lower.map(Nid);
@@ -189,11 +201,11 @@ impl Restoring<'_> {
             place,
             object,
             is_orphan,
-        } = self.find(id, &record, kind, lower, &saved.places);
+        } = self.find(id, &record, kind, lower, &saved.places)?;
         if object.is_none() && lower.is_none() {
             // The kernel has forgotten the node, or the host had no space to keep it. The host can
             // give the number of its inode to another file.
-            return;
+            return Ok(());
         }
         let partial = object.as_ref().and_then(|object| object.marks.partial);
         let links = object.as_ref().map(|object| object.stat.st_nlink);
@@ -254,6 +266,7 @@ impl Restoring<'_> {
         }
         self.nodes.insert(id, node);
         union.limit_descriptors();
+        Ok(())
     }
 
     /// Finds the object of a node in the upper.
@@ -264,36 +277,51 @@ impl Restoring<'_> {
         kind: FileType,
         lower: Option<Nid>,
         places: &[(NodeId, Box<[u8]>)],
-    ) -> RestoredNode {
+    ) -> Result<RestoredNode, Errno> {
         let is_orphan = self.orphans.remove(orphan_name(id).as_bytes());
+        let mut failed = None;
         for (parent, name) in places {
+            if self.unknown.contains(parent) {
+                failed = Some(Errno::IO);
+            }
             let Some(parent) = self.nodes.get(parent).cloned() else {
                 continue;
             };
-            // A damaged object has an error only if a program uses it.
-            let Ok(Some(object)) = self.at(&parent, name, id, record, lower) else {
-                continue;
+            let object = match self.at(&parent, name, id, record, lower) {
+                Ok(None) => continue,
+                Ok(Some(object)) => object,
+                Err(errno) => {
+                    failed = Some(errno);
+                    continue;
+                }
             };
             let object = match object {
-                None if kind != FileType::Directory => lower.and_then(|nid| self.in_index(nid)),
+                None if kind != FileType::Directory => self.in_index(lower)?,
                 other => other,
             };
-            return RestoredNode {
+            return Ok(RestoredNode {
                 place: HostPlace::at(&parent, name),
                 object,
                 is_orphan,
-            };
+            });
         }
-        let object = if is_orphan {
-            self.in_directory(self.union.upper.work(), orphan_name(id).as_bytes())
+        if let (Some(errno), false) = (failed, is_orphan) {
+            return Err(errno);
+        }
+        let orphan = if is_orphan {
+            self.in_directory(self.union.upper.work(), orphan_name(id).as_bytes())?
         } else {
             None
         };
-        RestoredNode {
+        let object = match orphan {
+            None => self.in_index(lower)?,
+            orphan => orphan,
+        };
+        Ok(RestoredNode {
             place: HostPlace::Nowhere,
-            object: object.or_else(|| lower.and_then(|nid| self.in_index(nid))),
+            object,
             is_orphan,
-        }
+        })
     }
 
     /// Whether the node is at `name` in `parent`: its object in the upper, or `Some(None)` if only
@@ -332,19 +360,26 @@ impl Restoring<'_> {
         }
     }
 
-    fn in_index(&self, nid: Nid) -> Option<UpperObject> {
-        let name = index_name(nid);
-        if !self.indexed.contains(&name) {
-            return None;
+    /// The file of an inode of the image that the index has.
+    fn in_index(&self, lower: Option<Nid>) -> Result<Option<UpperObject>, Errno> {
+        let Some(nid) = lower.filter(|nid| self.indexed.contains(&index_name(*nid))) else {
+            return Ok(None);
+        };
+        let found = self.in_directory(self.union.upper.index(), &index_name(nid))?;
+        match found {
+            Some(found) if self.union.origin(&found)? == Some(nid) => Ok(Some(found)),
+            _ => Ok(None),
         }
-        let found = self.in_directory(self.union.upper.index(), &name)?;
-        (self.union.origin(&found) == Ok(Some(nid))).then_some(found)
     }
 
-    fn in_directory(&self, directory: BorrowedFd<'_>, name: &[u8]) -> Option<UpperObject> {
-        match self.union.lookup_upper(directory, name) {
-            Ok(UpperEntry::Object(found)) => Some(*found),
-            _ => None,
+    fn in_directory(
+        &self,
+        directory: BorrowedFd<'_>,
+        name: &[u8],
+    ) -> Result<Option<UpperObject>, Errno> {
+        match self.union.lookup_upper(directory, name)? {
+            UpperEntry::Object(found) => Ok(Some(*found)),
+            UpperEntry::Absent | UpperEntry::Whiteout => Ok(None),
         }
     }
 
@@ -403,4 +438,9 @@ impl Restoring<'_> {
             }
         }
     }
+}
+
+/// Whether an error is of this process or of the machine, and says nothing of the upper.
+fn is_shortage(errno: Errno) -> bool {
+    matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOMEM)
 }

@@ -227,18 +227,20 @@ impl UnionFs {
     }
 
     /// Prepares the end of this process, so that another one takes over the mount: makes everything
-    /// durable, and records all partial files. The caller makes sure that no request is in progress
-    /// or begins.
-    pub fn prepare_takeover(&self) -> Result<(), Errno> {
-        // A close in another thread has the same effect.
+    /// durable, and records all partial files. Returns false if the union was closed before. From
+    /// now on, a close waits for the end of the process. The caller makes sure that no request is
+    /// in progress or begins.
+    pub fn prepare_takeover(&self) -> Result<bool, Errno> {
         let closed = self.closed.lock();
         if closed.is_some() {
-            return Ok(());
+            return Ok(false);
         }
         self.background.stop();
         let synced = self.sync_all();
         self.confirm_partials();
-        synced
+        // If the mount ends, the process could exit before it has reported that.
+        std::mem::forget(closed);
+        synced.map(|()| true)
     }
 
     /// Ends the use of the upper: makes everything durable, and removes the temporaries that the

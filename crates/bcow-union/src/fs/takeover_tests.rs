@@ -5,6 +5,7 @@ use std::fs;
 use std::ops::{ControlFlow, Range};
 
 use bcow_testkit::noise;
+use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 
 use super::resent::New;
@@ -446,6 +447,28 @@ fn written_bytes_of_partials_stay() {
     assert!(fixture.fs().unrecorded.lock().is_empty());
     fixture.take_over();
     assert!(fixture.content("big") == now);
+}
+
+/// They show neither the content of the image nor a file that was removed.
+#[test]
+fn files_whose_places_cannot_be_read_are_errors() {
+    let Some(mut fixture) = partial() else { return };
+    let (many, file) = (fixture.get("many").node, fixture.get("many/3").node);
+    let (big, sound) = (fixture.get("big").node, fixture.get("a").node);
+    for id in [file, big, sound] {
+        fixture.write(id, 0, b"changed");
+    }
+    for name in ["many", "big"] {
+        let (path, flags) = (fixture.upper().join(name), XattrFlags::empty());
+        rustix::fs::setxattr(path, "trusted.bcow.sketch", b"damaged", flags).unwrap();
+    }
+    fixture.take_over();
+    for id in [many, file, big] {
+        assert_eq!(fixture.fs().attributes(id).unwrap_err(), Errno::STALE);
+    }
+    let found = fixture.fs().lookup(NodeId::ROOT, b"big");
+    assert_eq!(found.unwrap_err(), Errno::IO);
+    assert_eq!(&fixture.read(sound)[..7], b"changed");
 }
 
 /// Such a block is present, so that later writes in it are not recorded.
