@@ -304,13 +304,15 @@ impl Session {
         self.serve_and(|| {})
     }
 
-    /// As [`Session::serve`]; calls `let_go` when the written data is durable. From then on, no
-    /// other process must take the mount over: who learns that the upper is complete can replace
-    /// it.
+    /// As [`Session::serve`]; calls `let_go` when the written data is durable, or if the mount
+    /// cannot be served. From then on, no other process must take the mount over: who learns that
+    /// the upper is complete can replace it.
     pub(crate) fn serve_and(self, let_go: impl FnOnce()) -> Result<(), MountError> {
-        if let Some(closing) = &self.union {
-            let started = closing.union.start_background();
-            started.map_err(MountError::process("start a thread"))?;
+        if let Some(closing) = &self.union
+            && let Err(error) = closing.union.start_background()
+        {
+            let_go();
+            return Err(MountError::process("start a thread")(error));
         }
         idle::watch(&self.stats);
         drop(self.stats);

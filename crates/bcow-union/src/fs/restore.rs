@@ -290,6 +290,7 @@ impl Restoring<'_> {
             let object = match self.at(&parent, name, id, record, lower) {
                 Ok(None) => continue,
                 Ok(Some(object)) => object,
+                Err(errno) if is_shortage(errno) => return Err(errno),
                 Err(errno) => {
                     failed = Some(errno);
                     continue;
