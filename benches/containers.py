@@ -22,8 +22,9 @@ Subjects:
 - ordinary: bcow-snapshotter, which unpacks the ordinary image;
 - lazy: bcow-snapshotter with an attached image (`bcow convert --referrer`);
 - listed: the same, with the prefetch list of this program;
-- pool: bcow-snapshotter with a pool for all mounts (many and dense).
-- unshared: the same, and its mounts share no page cache (dense only).
+- pool: bcow-snapshotter with a pool for all mounts;
+- differ: the same, and bcow-snapshotter is the differ that makes the layers, three at a time;
+- unshared: as pool, and its mounts share no page cache (dense only).
 
 containerd's overlayfs and erofs snapshotters cannot unpack a layer that has a hard link to a file
 of a lower layer. --leave-out makes the image without such a layer, for all subjects.
@@ -51,11 +52,11 @@ TOP = pathlib.Path(__file__).resolve().parent.parent
 PROGRAMS = {"git": ["/usr/bin/git", "--version"],
             "numpy": ["/usr/bin/python3", "-c", "import numpy"],
             "python": ["/usr/bin/python3", "-c", "print(1)"]}
-STARTS = ["overlayfs", "erofs", "ordinary", "lazy", "listed"]
+STARTS = ["overlayfs", "erofs", "ordinary", "pool", "differ", "lazy", "listed"]
 MANY = ["overlayfs", "erofs", "ordinary", "pool"]
 DENSE = ["overlayfs", "ordinary", "unshared", "pool"]
 # The subjects that pull the image as it is.
-WHOLE = {*MANY, *DENSE}
+WHOLE = {*MANY, *DENSE, "differ"}
 # The argument is the file that says that everything is in memory.
 USER = """
 import glob, mmap, sys, time
@@ -76,6 +77,7 @@ NAMES = {"overlayfs": "overlayfs snapshotter", "erofs": "erofs snapshotter",
          "lazy": "**bcow-snapshotter**, attached image",
          "listed": "**bcow-snapshotter**, attached image with a list",
          "pool": "**bcow-snapshotter**, in a pool",
+         "differ": "**bcow-snapshotter**, in a pool, with its differ",
          "unshared": "**bcow-snapshotter**, in a pool with `--share off`"}
 AGAIN = 5
 CONFIG = """
@@ -89,6 +91,13 @@ EROFS = """
 default = ["erofs", "walking"]
 [plugins."io.containerd.differ.v1.erofs"]
 mkfs_options = ["-T0", "--mkfs-time", "--sort=none"]
+"""
+DIFFER = """
+[proxy_plugins.bcow-diff]
+type = "diff"
+address = "{place}/sock"
+[plugins."io.containerd.transfer.v1.local"]
+max_concurrent_unpacks = 3
 """
 EXPORTS = """
 [proxy_plugins.bcow.exports]
@@ -164,14 +173,20 @@ class Node(test_snapshotter.WithContainerd):
             "[proxy_plugins.bcow]")
         config = "version = 3" + base
         if self.snapshotter == "bcow":
-            in_pool = ["--pool", "p"] if self.subject in ("pool", "unshared") else []
-            if in_pool:
+            more = ["--pool", "p"] if self.subject in ("pool", "differ", "unshared") else []
+            if more:
                 self.start_pool()
             if self.subject == "unshared":
-                in_pool += ["--mount-option", "share=off"]
-            self.start("--insecure", *in_pool)
+                more += ["--mount-option", "share=off"]
+            if self.subject == "differ":
+                store = pathlib.Path(self.place, "lib/io.containerd.content.v1.content")
+                store.mkdir(parents=True)
+                more += ["--content-store", store]
+                address = address.replace('capabilities = [', 'capabilities = ["rebase", ')
+            self.start("--insecure", *map(str, more))
             config += table_of_bcow + address + EXPORTS
-        differ = "erofs" if self.snapshotter == "erofs" else "walking"
+            config += DIFFER.format(place=self.place) if self.subject == "differ" else ""
+        differ = {"erofs": "erofs", "differ": "bcow-diff"}.get(self.subject, "walking")
         config = config.format(place=self.place)
         config += CONFIG.format(snapshotter=self.snapshotter, differ=differ)
         config += EROFS if differ == "erofs" else ""

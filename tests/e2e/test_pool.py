@@ -883,6 +883,31 @@ exec {BCOW} "$@"
         self.assertEqual(read_bytes(os.path.join(where, "in-use")), b"written")
 
 
+class Descriptors(PoolCase):
+    """A pool with fewer descriptors than the files that its mounts have changed."""
+
+    def test_files_of_many_mounts_need_no_descriptors(self):
+        run("prlimit", "--nofile=1024", BCOW, "pool", "start", "pool", env=self.env,
+            timeout=TIMEOUT)
+        places = [self.mount("--upper", os.path.join(self.pools, f"upper{number}"))
+                  for number in range(4)]
+        paths = [os.path.join(where, f"new{number}") for where in places for number in range(1500)]
+        for path in paths:
+            write_file(path, b"1")
+        for path in paths:
+            os.chmod(path, 0o600)
+        for _ in range(2):
+            for path in paths:
+                with open(path, "ab") as file:
+                    file.write(b"2")
+            self.kill()
+        for path in paths:
+            self.assertEqual(read_bytes(path), b"122")
+        for where in places:
+            self.assertEqual(self.json("stats", where)["errors"]["total"], 0)
+            self.bcow("umount", where)
+
+
 class KernelDriver(PoolCase):
     """Mounts with the kernel driver: an image, a disk and an upper."""
 

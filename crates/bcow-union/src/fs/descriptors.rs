@@ -1,7 +1,7 @@
 //! The limit on open descriptors: closes those that are not in use.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::process::{Resource, Rlimit};
 
@@ -11,10 +11,21 @@ use super::nodes::{Content, HostPlace, NodeState, Upper};
 /// Descriptors of an open partial file: its host file and its map.
 const DESCRIPTORS_OF_PARTIAL: usize = 2;
 
+/// Fewer would be closed while requests in flight still need them.
+const LEAST_SHARE: usize = 64;
+
+/// The number of unions of this process, each with a [`Share`].
+static UNIONS: AtomicUsize = AtomicUsize::new(0);
+
 impl UnionFs {
-    /// Closes idle descriptors if nodes and open partial files hold more than the limit.
+    /// Closes idle descriptors if nodes and open partial files hold more than the limit. Every
+    /// request calls this before it acquires a lock, because it may open a descriptor.
     pub(super) fn limit_descriptors(&self) {
-        let limit = self.descriptors_limit.load(Ordering::Relaxed);
+        self.limit_descriptors_to(self.descriptors_share.now());
+    }
+
+    pub(super) fn limit_descriptors_to(&self, share: usize) {
+        let limit = share.max(self.descriptors_least.load(Ordering::Relaxed));
         if self.descriptors_held() <= limit {
             return;
         }
@@ -25,8 +36,8 @@ impl UnionFs {
         }
         // If most descriptors are in use, the next attempt must not follow soon: it would visit all
         // nodes and close few descriptors.
-        let limit = self.max_descriptors.max(2 * self.descriptors_held());
-        self.descriptors_limit.store(limit, Ordering::Relaxed);
+        self.descriptors_least
+            .store(2 * self.descriptors_held(), Ordering::Relaxed);
     }
 
     /// Closes descriptors that are not in use, and counts the others. With `flush`, also flushes
@@ -110,19 +121,41 @@ impl UnionFs {
     }
 }
 
-/// Raises the limit of descriptors of the process to its hard limit. Returns the number of
-/// descriptors that nodes and open partial files may hold: half of the limit.
-pub(super) fn max_descriptors() -> usize {
-    let limits = rustix::process::getrlimit(Resource::Nofile);
-    if limits.current != limits.maximum {
-        let raised = Rlimit {
-            current: limits.maximum,
-            maximum: limits.maximum,
+/// The descriptors that the nodes and open partial files of a union may hold: a share of those of
+/// the process, which all unions of the process have. An idle union keeps more until the next pass
+/// of its background thread.
+#[derive(Debug)]
+pub(super) struct Share {
+    of_all: usize,
+}
+
+impl Share {
+    /// Raises the limit of descriptors of the process to its hard limit. All unions together have
+    /// half of the limit.
+    pub(super) fn new() -> Self {
+        let limits = rustix::process::getrlimit(Resource::Nofile);
+        if limits.current != limits.maximum {
+            let raised = Rlimit {
+                current: limits.maximum,
+                maximum: limits.maximum,
+            };
+            let _ = rustix::process::setrlimit(Resource::Nofile, raised);
+        }
+        let of_all = match rustix::process::getrlimit(Resource::Nofile).current {
+            Some(limit) => usize::try_from(limit / 2).unwrap_or(usize::MAX),
+            None => 1 << 19,
         };
-        let _ = rustix::process::setrlimit(Resource::Nofile, raised);
+        UNIONS.fetch_add(1, Ordering::Relaxed);
+        Share { of_all }
     }
-    match rustix::process::getrlimit(Resource::Nofile).current {
-        Some(limit) => usize::try_from(limit / 2).unwrap_or(usize::MAX).max(64),
-        None => 1 << 19,
+
+    fn now(&self) -> usize {
+        (self.of_all / UNIONS.load(Ordering::Relaxed).max(1)).max(LEAST_SHARE)
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        UNIONS.fetch_sub(1, Ordering::Relaxed);
     }
 }

@@ -111,9 +111,10 @@ pub struct UnionFs {
     /// Upper bound of the number of descriptors that nodes hold, except during a recount:
     /// descriptors of dropped nodes count until the next recount.
     descriptors: AtomicUsize,
-    /// Above this number, idle descriptors are closed.
-    descriptors_limit: AtomicUsize,
-    max_descriptors: usize,
+    /// Above both numbers, idle descriptors are closed. The second one is twice the number of those
+    /// that could not be closed the last time.
+    descriptors_share: descriptors::Share,
+    descriptors_least: AtomicUsize,
     copied_whole: AtomicU64,
     copied_metadata: AtomicU64,
     /// Outcome of [`UnionFs::close`], once there is one. The lock is held while the union closes,
@@ -184,7 +185,7 @@ impl UnionFs {
         };
         let failed = |action| move |errno| UpperError::io(upper, action, errno);
         instance.refuse_after_volatile(options.sync)?;
-        let max_descriptors = descriptors::max_descriptors();
+        let descriptors_share = descriptors::Share::new();
         let account = Arc::new(Account::with_limits(options.limits()));
         instance.prepare_whiteouts();
         let partials = Partials::new(&instance, Arc::clone(&account), options)
@@ -214,8 +215,8 @@ impl UnionFs {
             batch: Mutex::default(),
             batch_host,
             descriptors: AtomicUsize::new(0),
-            descriptors_limit: AtomicUsize::new(max_descriptors),
-            max_descriptors,
+            descriptors_share,
+            descriptors_least: AtomicUsize::new(0),
             copied_whole: AtomicU64::new(0),
             copied_metadata: AtomicU64::new(0),
             closed: Mutex::default(),
@@ -252,7 +253,9 @@ impl UnionFs {
     }
 
     /// The node with this id, which the kernel must hold; `ESTALE` if the table does not have it.
+    /// Each request calls this before it acquires a lock.
     fn node(&self, id: NodeId) -> Result<Arc<Node>, Errno> {
+        self.limit_descriptors();
         if id == NodeId::ROOT {
             return Ok(Arc::clone(&self.root));
         }

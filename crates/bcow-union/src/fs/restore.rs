@@ -112,7 +112,8 @@ impl UnionFs {
             }
         }
         self.restore_backings(inherited.backings);
-        self.limit_descriptors();
+        // The process restores its other unions next, and each may open as many as a single one.
+        self.close_idle_descriptors(false);
         Ok(())
     }
 

@@ -596,6 +596,12 @@ fn directory_never_shows_the_time_of_a_copy_up_in_it() {
     });
 }
 
+/// As for a union that could close all descriptors the last time.
+fn limit_descriptors_to(union: &UnionFs, limit: usize) {
+    union.descriptors_least.store(0, Ordering::Relaxed);
+    union.limit_descriptors_to(limit);
+}
+
 #[test]
 fn descriptor_that_is_in_use_is_not_given_back() {
     let Some(fixture) = plain() else { return };
@@ -607,12 +613,10 @@ fn descriptor_that_is_in_use_is_not_given_back() {
     let has_file = || node.read_state().upper.as_ref().unwrap().file.is_some();
     // A thread that removes the name holds the file like this.
     let file = union.open_upper(&node, Access::Path).unwrap();
-    union.descriptors_limit.store(0, Ordering::Relaxed);
-    union.limit_descriptors();
+    limit_descriptors_to(union, 0);
     assert!(has_file());
     drop(file);
-    union.descriptors_limit.store(0, Ordering::Relaxed);
-    union.limit_descriptors();
+    limit_descriptors_to(union, 0);
     assert!(!has_file());
 }
 
@@ -642,8 +646,7 @@ fn partials_give_their_descriptors_back() {
     }
     assert_eq!(union.partials.statistics().open, MANY as u64);
     let closes_all = || {
-        union.descriptors_limit.store(10, Ordering::Relaxed);
-        union.limit_descriptors();
+        limit_descriptors_to(union, 10);
         union.partials.statistics().open == 0
     };
     // A flush in the background uses its partial file for a short time.
@@ -660,8 +663,7 @@ fn partials_give_their_descriptors_back() {
     };
     for (number, id) in nodes.iter().enumerate() {
         fixture.write(*id, 3 * BLOCK, b"longer");
-        union.descriptors_limit.store(0, Ordering::Relaxed);
-        union.limit_descriptors();
+        limit_descriptors_to(union, 0);
         assert_eq!(fixture.get(&format!("many/{number}")).size, 3 * BLOCK + 6);
         fixture.set(*id, sized(2 * BLOCK));
         check(&fixture, number);
