@@ -890,8 +890,8 @@ class Descriptors(PoolCase):
         run("prlimit", "--nofile=1024", BCOW, "pool", "start", "pool", env=self.env,
             timeout=TIMEOUT)
         places = [self.mount("--upper", os.path.join(self.pools, f"upper{number}"))
-                  for number in range(4)]
-        paths = [os.path.join(where, f"new{number}") for where in places for number in range(1500)]
+                  for number in range(16)]
+        paths = [os.path.join(where, f"new{number}") for where in places for number in range(400)]
         for path in paths:
             write_file(path, b"1")
         for path in paths:

@@ -11,8 +11,8 @@ use super::nodes::{Content, HostPlace, NodeState, Upper};
 /// Descriptors of an open partial file: its host file and its map.
 const DESCRIPTORS_OF_PARTIAL: usize = 2;
 
-/// Fewer would be closed while requests in flight still need them.
-const LEAST_SHARE: usize = 64;
+/// With a smaller share, most requests would look for descriptors to close.
+const LEAST_SHARE: usize = 16;
 
 /// The number of unions of this process, each with a [`Share`].
 static UNIONS: AtomicUsize = AtomicUsize::new(0);
