@@ -28,7 +28,6 @@ impl UnionFs {
     /// Makes a plain file or a partial file of a file before its first write.
     pub(super) fn make_writable(&self, node: &Arc<Node>) -> Result<(), Errno> {
         self.ensure_upper(node)?;
-        self.limit_descriptors();
         let mut state = node.write_state();
         self.open_content(node, &mut state)?;
         if !matches!(state.content, Content::Lower) {

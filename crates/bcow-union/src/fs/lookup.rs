@@ -396,7 +396,6 @@ impl UnionFs {
     pub(super) fn hold(&self, node: &Arc<Node>) -> Result<Attributes, Errno> {
         let attributes = self.attributes_of(node)?;
         self.table.hold(node, 1);
-        self.limit_descriptors();
         Ok(attributes)
     }
 }

@@ -88,7 +88,6 @@ impl UnionFs {
             Some(stat) => {
                 let attributes = attributes_above(&node, &stat);
                 self.table.hold(&node, 1);
-                self.limit_descriptors();
                 Ok(attributes)
             }
             None => self.hold(&node),
