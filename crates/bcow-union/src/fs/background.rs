@@ -131,6 +131,8 @@ impl UnionFs {
         // fsync returns the error.
         let pass = self.ledger.as_ref().map(|ledger| ledger.begin_pass());
         let waiting = std::mem::take(&mut *self.unrecorded.lock());
+        let _ = self.restore_all_kept();
+        self.record_kept();
         let flushed = self.flush_partials(self.durability());
         if let (Ok(()), Some(pass)) = (flushed, pass) {
             pass.succeeded();

@@ -378,10 +378,13 @@ impl UnionFs {
         if let Some(mark) = marks.partial {
             let partial = match self.open_partials.get(mark.id) {
                 Some(partial) => partial,
-                None => self
-                    .partials
-                    .open(mark, own_descriptor(&file)?, self.below(node)?)
-                    .map_err(|error| self.content_failed(node, error))?,
+                None => {
+                    let (file, below) = (own_descriptor(&file)?, self.below(node)?);
+                    let opened = self.partials.open(mark, file, below);
+                    opened
+                        .and_then(|partial| self.restore_opened(&partial).map(|()| partial))
+                        .map_err(|error| self.content_failed(node, error))?
+                }
             };
             self.open_partials
                 .add(mark.id, &partial, self.table.weak(node.id));

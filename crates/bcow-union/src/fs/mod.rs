@@ -44,6 +44,7 @@ mod takeover_tests;
 mod tests;
 mod times;
 mod types;
+mod unrestored;
 mod upper_entry;
 mod xattr;
 
@@ -126,6 +127,8 @@ pub struct UnionFs {
     /// Nodes that the kernel forgot, with partial files that have changes which no flush has
     /// recorded. The lock is held only to add or to take nodes. Always empty without a ledger.
     unrecorded: Mutex<Vec<Arc<Node>>>,
+    /// Held while a change is restored; acquired after the lock of a node's state.
+    unrestored: Mutex<unrestored::Unrestored>,
     /// The changes of names that processes before had begun, by the numbers of requests.
     begun: BTreeMap<u64, links::Begun>,
     /// Files that the kernel uses instead of nodes.
@@ -223,6 +226,7 @@ impl UnionFs {
             background: Arc::default(),
             ledger,
             unrecorded: Mutex::default(),
+            unrestored: Mutex::default(),
             begun: BTreeMap::new(),
             backings: backings::Backings::default(),
             awaited_opens: Mutex::default(),

@@ -254,6 +254,7 @@ impl UnionFs {
             return Ok(());
         };
         self.open_partials.remove(mark.id);
+        self.forget_unrestored(mark.id);
         self.partials
             .remove(&mark)
             .map_err(|error| self.content_failed(node, error))

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use super::backings::UNKNOWN_OPENS;
 use super::links::Begun;
 use super::lookup::{UPPER_ONLY, index_name};
-use super::nodes::{Content, HostPlace, Node, NodeState, Upper};
+use super::nodes::{HostPlace, Node, NodeState, Upper};
 use super::orphans::{self, orphan_name};
 use super::plain::set_plain;
 use super::upper_entry::{UpperEntry, UpperObject};
@@ -79,9 +79,10 @@ impl UnionFs {
         for id in ids {
             restoring.restore_with_parents(id)?;
         }
-        for (partial, written) in &inherited.written {
-            restoring.restore_partial(*partial, written);
+        for (partial, written) in inherited.written {
+            restoring.restore_partial(partial, written);
         }
+        self.record_kept();
         let Restoring {
             nodes,
             orphans,
@@ -409,35 +410,18 @@ impl Restoring<'_> {
     }
 
     /// Restores the written bytes of a partial file that no flush has recorded.
-    fn restore_partial(&self, partial: u64, written: &[Range<u64>]) {
-        // Otherwise a flush has recorded them before the kernel forgot the node, or the file is
-        // plain or removed now.
-        let Some(node) = self.partials.get(&partial) else {
+    fn restore_partial(&self, partial: u64, written: Vec<Range<u64>>) {
+        let node = self.partials.get(&partial);
+        if node.is_none() && self.unknown.is_empty() {
+            // A flush has recorded them before the kernel forgot the node, or the file is plain or
+            // removed now.
             return;
-        };
-        let restored = self.union.known_content(node).and_then(|state| {
-            let Content::Partial(open) = &state.content else {
-                return Ok(());
-            };
-            let restored = open.restore(written);
-            restored.map_err(|error| self.union.content_failed(node, error))
-        });
-        if restored.is_err() {
-            if let Some(ledger) = &self.union.ledger {
-                // The next process may be able to.
-                for bytes in written {
-                    ledger.written(partial, bytes.clone());
-                }
-            }
+        }
+        let restored = self.union.restore_or_keep(partial, node, written);
+        if let (Some(node), Err(_)) = (node, restored) {
             let path = super::path_of(node).unwrap_or_default();
-            let problem = "unsynchronized changes were lost when the process of the mount ended";
+            let problem = "it has changes that are not synchronized, and cannot be opened";
             self.union.note_problem(ErrorKind::UpperIo, &path, problem);
-            // The program gets an error when it synchronizes the file.
-            if let Ok(state) = self.union.known_content(node)
-                && let Content::Partial(open) = &state.content
-            {
-                open.fail(Errno::IO);
-            }
         }
     }
 }

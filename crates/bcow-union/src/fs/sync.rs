@@ -132,7 +132,8 @@ impl UnionFs {
     /// passed to the host's kernel.
     pub fn sync_all(&self) -> Result<(), Errno> {
         let batch = self.finish_batch();
-        let partials = self.flush_partials(self.durability());
+        let restored = self.restore_all_kept();
+        let partials = self.flush_partials(self.durability()).and(restored);
         let host = match self.options.sync {
             SyncPolicy::Volatile => Ok(()),
             SyncPolicy::Strict | SyncPolicy::Batch(_) => rustix::fs::syncfs(self.upper.root()),

@@ -449,6 +449,45 @@ fn written_bytes_of_partials_stay() {
     assert!(fixture.content("big") == now);
 }
 
+/// A file that cannot be opened for a while does not lose what was written before.
+#[test]
+fn written_bytes_wait_until_the_partial_can_be_opened() {
+    for is_forgotten in [false, true] {
+        let Some(mut fixture) = partial() else { return };
+        let id = fixture.get("big").node;
+        let mut expected = noise(1, BIG);
+        for (offset, data) in [(8192, &[7; 8192][..]), (100, b"part")] {
+            fixture.write(id, offset as u64, data);
+            expected[offset..offset + data.len()].copy_from_slice(data);
+            if offset == 8192 {
+                fixture.fs().run_periodic();
+            }
+        }
+        let maps = fixture.upper().join(".bcow/maps");
+        let map = fs::read_dir(&maps).unwrap().next().unwrap().unwrap().path();
+        let elsewhere = fixture.upper().join("../map");
+        fs::rename(&map, &elsewhere).unwrap();
+        for _ in 0..2 {
+            fixture.take_over();
+            assert_eq!(fixture.try_read(id).unwrap_err(), Errno::IO);
+            if is_forgotten {
+                fixture.fs().forget(id, 10);
+                assert_eq!(fixture.get("big").node, id);
+            }
+            assert_eq!(fixture.try_read(id).unwrap_err(), Errno::IO);
+            fixture.fs().run_periodic();
+            fixture.fs().run_periodic();
+            fixture.fs().sync_all().unwrap_err();
+        }
+        fs::rename(&elsewhere, &map).unwrap();
+        if is_forgotten {
+            fixture.take_over();
+        }
+        assert!(fixture.content("big") == expected);
+        fixture.fs().sync_all().unwrap();
+    }
+}
+
 /// They show neither the content of the image nor a file that was removed.
 #[test]
 fn files_whose_places_cannot_be_read_are_errors() {
@@ -458,9 +497,15 @@ fn files_whose_places_cannot_be_read_are_errors() {
     for id in [file, big, sound] {
         fixture.write(id, 0, b"changed");
     }
-    for name in ["many", "big"] {
-        let (path, flags) = (fixture.upper().join(name), XattrFlags::empty());
-        rustix::fs::setxattr(path, "trusted.bcow.sketch", b"damaged", flags).unwrap();
+    let (name, flags) = ("trusted.bcow.sketch", XattrFlags::empty());
+    let mark_of_big = {
+        let mut value = Vec::with_capacity(4096);
+        let path = fixture.upper().join("big");
+        rustix::fs::getxattr(path, name, rustix::buffer::spare_capacity(&mut value)).unwrap();
+        value
+    };
+    for path in ["many", "big"].map(|path| fixture.upper().join(path)) {
+        rustix::fs::setxattr(path, name, b"damaged", flags).unwrap();
     }
     fixture.take_over();
     for id in [many, file, big] {
@@ -469,6 +514,11 @@ fn files_whose_places_cannot_be_read_are_errors() {
     let found = fixture.fs().lookup(NodeId::ROOT, b"big");
     assert_eq!(found.unwrap_err(), Errno::IO);
     assert_eq!(&fixture.read(sound)[..7], b"changed");
+    // The changes are not lost.
+    fixture.fs().run_periodic();
+    let path = fixture.upper().join("big");
+    rustix::fs::setxattr(path, name, &mark_of_big, flags).unwrap();
+    assert_eq!(&fixture.content("big")[..7], b"changed");
 }
 
 /// Such a block is present, so that later writes in it are not recorded.

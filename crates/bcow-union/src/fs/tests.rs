@@ -220,10 +220,12 @@ impl Fixture {
     }
 
     pub(super) fn read(&self, id: NodeId) -> Vec<u8> {
+        self.try_read(id).unwrap()
+    }
+
+    pub(super) fn try_read(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
         let mut scratch = Vec::new();
-        self.fs()
-            .read(id, 0, 1 << 20, &mut scratch, <[u8]>::to_vec)
-            .unwrap()
+        self.fs().read(id, 0, 1 << 20, &mut scratch, <[u8]>::to_vec)
     }
 
     pub(super) fn write(&self, id: NodeId, offset: u64, data: &[u8]) {

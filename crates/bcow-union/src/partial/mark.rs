@@ -41,9 +41,8 @@ impl MarkState {
     }
 }
 
-/// Refuses all writes to a partial file after a barrier has failed, or after another process of the
-/// mount has lost changes. The host's kernel may have dropped the dirty pages that it could not
-/// write, and the next fsync may not report the loss.
+/// Refuses all writes to a partial file after a barrier has failed. The host's kernel may have
+/// dropped the dirty pages that it could not write, and the next fsync may not report the loss.
 #[derive(Default)]
 pub(super) struct Fence(OnceLock<Errno>);
 
@@ -54,11 +53,6 @@ impl Fence {
             Some(&errno) => Err(PartialError::Refused { errno }),
             None => Ok(()),
         }
-    }
-
-    /// Closes the fence: changes were lost.
-    pub(super) fn close(&self, errno: Errno) {
-        let _ = self.0.set(errno);
     }
 
     /// Runs a barrier. Its failure closes the fence.

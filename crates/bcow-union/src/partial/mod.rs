@@ -452,11 +452,6 @@ impl Partial {
             ))?,
         })
     }
-
-    /// Refuses all further changes and flushes with `errno`: changes were lost.
-    pub fn fail(&self, errno: Errno) {
-        self.fence.close(errno);
-    }
 }
 
 impl std::fmt::Debug for Partial {
