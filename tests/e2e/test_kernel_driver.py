@@ -119,9 +119,9 @@ class KernelDriver(unittest.TestCase):
                 write_file(os.path.join(control, str(number), "abort"), "1")
         run("umount", control, timeout=SECONDS)
 
-    def guarded(self, *command):
-        """Runs a command on a mount. If it does not end in time, the mount is ended first: a
-        blocked process cannot be killed."""
+    def guarded(self, *command, codes=(0,)):
+        """Runs a command on a mount, which must end with one of `codes`, and gives its code. If it
+        does not end in time, the mount is ended first: a blocked process cannot be killed."""
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             code = process.wait(timeout=SECONDS)
@@ -130,7 +130,8 @@ class KernelDriver(unittest.TestCase):
             process.kill()
             process.wait(timeout=SECONDS)
             self.fail(f"`{' '.join(command)}` did not end within {SECONDS} s")
-        self.assertEqual(code, 0, command)
+        self.assertIn(code, codes, command)
+        return code
 
     def loop_devices(self):
         return [device for device, name in backing_files().items() if self.tag in name]
@@ -232,6 +233,12 @@ class KernelDriver(unittest.TestCase):
             except OSError:
                 continue
         support.missing("no control group of memory can be made")
+
+    def kills_of(self, group):
+        """How many processes of a control group the kernel has killed because memory was short."""
+        for file in ("memory.oom_control", "memory.events"):
+            with contextlib.suppress(FileNotFoundError), open(os.path.join(group, file)) as counts:
+                return int(dict(line.split() for line in counts)["oom_kill"])
 
     def removed(self, group):
         try:
