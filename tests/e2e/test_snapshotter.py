@@ -813,10 +813,13 @@ class Containers(Kills, WithImage):
         self.ctr("run", "--detach", "--snapshotter", "bcow", "bcow.test/small:1", "three",
                  "/bin/sh", "-ec", "until [ -e /go ]; do echo more >>/log; sleep 0.05; done; "
                  "cat /go; rm /log /go")
-        # What `nerdctl commit` and `docker commit` do with a running container.
+        # What `nerdctl commit` and `docker commit` do with a running container. Both pause it: the
+        # writer of tar archives fails when a file grows while it is archived, on any file system.
         support.until(lambda: self.ctr("tasks", "exec", "--exec-id", "e", "three", "/bin/sh", "-c",
                                        "test -e /log", check=False).code == 0, "it writes")
+        self.ctr("tasks", "pause", "three")
         changes = self.ctr("snapshots", "--snapshotter", "bcow", "diff", "three").out
+        self.ctr("tasks", "resume", "three")
         with tarfile.open(fileobj=io.BytesIO(changes)) as changed:
             self.assertIn("log", changed.getnames())
         [three] = [info.name for info in client.List() if info.name.endswith("/three")]
