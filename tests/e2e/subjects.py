@@ -238,8 +238,10 @@ class Kernel(Bcow):
 
     def kill(self):
         super().kill()
-        # What the kernel has cached can still be read there.
-        run("umount", self.where)
+        # What the kernel has cached can still be read there. A process that froze the file system
+        # for a snapshot has it open until it sees that the killed one has ended.
+        support.until(lambda: run("umount", self.where, check=False).code == 0,
+                      "the mount is not busy")
 
     def check(self):
         super().check()
