@@ -18,11 +18,11 @@ qemu-storage-daemon (qcow2) serve.
 - depth: random reads of 4 KiB of a served disk of 1 GiB, after more and more snapshots, with 2,000
   writes of 4 KiB all over it after each. "First" is a new server with an empty page cache, "later"
   the same server after 20,000 reads; each with its ratio to the disk without a snapshot.
-- row: --row snapshots (of the kernel driver, at most 60) one after the other while the program
+- row: --row snapshots (of the kernel driver, at most 120) one after the other while the program
   writes. Reads of 4 KiB, past the page cache, and first writes of 4 KiB with fsync, before and
   after.
 - steps: a program of --steps steps: it writes five files, reads them, and takes a snapshot in the
-  place of the last one, or goes back in every fourth step. With the kernel driver, at most 60.
+  place of the last one, or goes back in every fourth step.
 - forks: --forks forks of one instance, each mounted, in one pool.
 
 Tables have medians. A size from 512 MiB on is measured once. Needs root, and in DIR the space of
@@ -54,8 +54,8 @@ LARGE = 512
 BLOCK = 4096
 # Reads and first writes of the part `row`.
 PROBES = 2000
-# At most 64 files can be below a disk: where the parts `row` and `steps` of the kernel driver end.
-MOST_SNAPSHOTS = 60
+# At most 128 files can be below a disk: where the parts `depth` and `row` of the kernel driver end.
+MOST_SNAPSHOTS = 120
 DISK = 4 << 30
 # The part `depth`: the MiB that are written first, numbers of snapshots, writes after each, and
 # reads before those that are measured as "later".
@@ -141,9 +141,7 @@ class Bcow:
         self.bcow("rollback", self.home / "mnt", name, "--restart")
 
     def remove(self, name):
-        # With the kernel driver, the snapshots stay: one is removed at rest only.
-        if self.driver == "fuse":
-            self.bcow("snapshot", "rm", self.home / "mnt", name)
+        self.bcow("snapshot", "rm", self.home / "mnt", name)
 
     def unmount(self, name):
         self.bcow("umount", self.home / name)
@@ -613,8 +611,6 @@ class Bench:
         subject.mount()
         subject.snapshot("s0")
         last, times, steps = "s0", ([], []), self.options.steps
-        if driver == "kernel":
-            steps = min(steps, MOST_SNAPSHOTS)
         for number in range(1, steps + 1):
             begin = time.monotonic()
             for file in range(5):

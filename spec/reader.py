@@ -840,8 +840,8 @@ class Bcow:
     def open_backing(self, index):
         wanted = self.backings[index]
         place = f"backing[{index}]"
-        if self.depth >= 64:
-            raise Rejected("backing-entry", place, "the chain of backings is more than 64 deep")
+        if self.depth >= 128:
+            raise Rejected("backing-entry", place, "the chain of backings is more than 128 deep")
         if wanted.kind == 3:
             raise Unable(f"{self.path}: {place} is a {wanted.name}; this reader makes no views")
         if wanted.kind == 4:

@@ -235,11 +235,11 @@ class Other(unittest.TestCase):
         self.path.write_bytes(data)
         return content
 
-    def test_chain_of_64_backings_reads_and_of_65_is_refused(self):
-        content = self.chain(64)
+    def test_chain_of_128_backings_reads_and_of_129_is_refused(self):
+        content = self.chain(128)
         self.assertEqual(run("extract", self.path, self.out, "--store", self.directory.name)[0], 0)
         self.assertEqual(self.out.read_bytes(), content)
-        self.chain(65)
+        self.chain(129)
         code, _, err = run("extract", self.path, self.out, "--store", self.directory.name)
         self.assertEqual((code, err.split(":")[0]), (1, "backing-entry"))
 

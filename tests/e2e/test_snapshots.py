@@ -1,16 +1,20 @@
 """Snapshots of disks, forks, and the way back. qemu-img and the recorded bytes are the judges."""
 
+import contextlib
 import glob
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
 
+import support
 from promises import promise
 from support import BCOW, UNPRIVILEGED, bcow, need, read_bytes, run, served, write_file
 from test_disks import MEBIBYTE, Directory
@@ -370,15 +374,145 @@ class Live(Snapshots):
             self.refused("snapshot", "vm.bcow", "one", mention=("vm.bcow@one exists",))
             self.refused("snapshot", "vm.bcow", "a b", mention=("the name of a snapshot",), code=2)
             self.refused("rollback", "vm.bcow", "one", mention=("written by bcow serve",))
-            self.refused("snapshot", "rm", "vm.bcow", "one", mention=("written by bcow serve",))
             os.mkdir("elsewhere")
             self.refused("fork", "vm.bcow", "elsewhere/fork.bcow", mention=("--backing-dir",))
             self.assertEqual(list(snapshots("vm.bcow")), ["one"])
             # A snapshot can be read and forked meanwhile.
             bcow("fork", "vm.bcow@one", "fork.bcow")
             self.assert_content("fork.bcow", self.content)
+            self.refused("snapshot", "rm", "vm.bcow", "one", mention=("it is the backing of",))
+            self.refused("snapshot", "rm", "vm.bcow", "two", mention=("no snapshot \"two\"",))
         with served("vm.bcow", "--read-only", "--socket", "s"):
             self.refused("snapshot", "vm.bcow", "two", mention=("in use",))
+
+    def take(self, server, *names):
+        """Takes snapshots of the served disk, with changes after each; returns their contents."""
+        client, taken = connected(server), {}
+        for name in names:
+            taken[name] = bytes(self.content)
+            bcow("snapshot", "vm.bcow", name)
+            for size in 100, 5000, 200_000:
+                data = self.random.randbytes(size)
+                at = self.random.randrange(SIZE - size)
+                client.pwrite(data, at)
+                self.content[at:at + size] = data
+        client.flush()
+        client.shutdown()
+        return taken
+
+    @promise("Programs that use the disk go on while a snapshot of it is removed, and see no "
+             "error.",
+             "A snapshot is not removed while another process reads it, or a snapshot that is over "
+             "it.")
+    def test_snapshots_are_removed_while_the_disk_is_used(self):
+        names = [f"s{number}" for number in range(9)]
+        with served("vm.bcow", "--socket", "s") as server:
+            taken = self.take(server, *names)
+            with served("vm.bcow@s4", "--read-only", "--socket", "r"):
+                for name in "s4", "s3", "s1":
+                    self.refused("snapshot", "rm", "vm.bcow", name, mention=("in use",))
+            self.random.shuffle(names)
+            # Requests go on all the time.
+            reader, end, errors = connected(server), threading.Event(), []
+
+            def read():
+                while not end.is_set():
+                    shown = reader.pread(SIZE, 0)
+                    if shown != self.content:
+                        errors.append("other content")
+                        return
+                    reader.pwrite(bytes(self.content[:5000]), 0)
+            thread = threading.Thread(target=read)
+            thread.start()
+            try:
+                for number, name in enumerate(names):
+                    removed = json.loads(bcow("snapshot", "rm", "vm.bcow", name, "--json").out)
+                    self.assertRegex(removed["into"], r"/vm\.bcow(@s\d)?$")
+                    del taken[name]
+                    self.assertEqual(set(snapshots("vm.bcow")), set(taken))
+                    for other in taken if number % 3 == 1 else ():
+                        self.assert_content(f"vm.bcow@{other}", taken[other])
+            finally:
+                end.set()
+                thread.join()
+            self.assertEqual(errors, [])
+            reader.shutdown()
+        self.assert_content("vm.bcow", self.content)
+        bcow("fsck", "--data", "vm.bcow")
+        inspected = json.loads(bcow("inspect", "vm.bcow", "--json").out)
+        self.assertEqual(inspected["backings"][0]["name"], "base.bcow")
+
+    def test_a_removal_ends_with_its_command(self):
+        # The server copies for a while.
+        bcow("create", "-s", "2G", "large.bcow")
+        with served("large.bcow", "--socket", "s") as server:
+            client = connected(server)
+            for at in range(0, 600, 2):
+                client.pwrite(self.random.randbytes(1 << 20), at << 20)
+            bcow("snapshot", "large.bcow", "one")
+            command = subprocess.Popen([BCOW, "snapshot", "rm", "large.bcow", "one"])
+            support.until(lambda: os.stat("large.bcow").st_blocks > 1000, "it begins")
+            command.kill()
+            command.wait()
+            # Another command waits for the end of the removal.
+            blocks = os.stat("large.bcow").st_blocks
+            self.refused("snapshot", "rm", "large.bcow", "two", mention=("no snapshot",))
+            time.sleep(0.1)
+            self.assertLess(os.stat("large.bcow").st_blocks, blocks + (64 << 11))
+            self.assertEqual(list(snapshots("large.bcow")), ["one"])
+            bcow("snapshot", "rm", "large.bcow", "one")
+            client.shutdown()
+
+    @promise("If the command, or the process that serves the disk, is killed at any moment, or the "
+             "power fails, that is true too; the snapshot is removed or complete.")
+    def test_a_server_that_is_killed_during_a_removal_loses_nothing(self):
+        need("strace")
+        with served("vm.bcow", "--socket", "s") as server:
+            taken = self.take(server, "one", "two", "three")
+        found = set()
+        for name in taken:
+            for kind in "pwrite64", "fsync", "fdatasync", "linkat", "rename", "unlink":
+                for call in SOME:
+                    os.mkdir("copy")
+                    run("cp", "--sparse=always", "--preserve=all", *glob.glob("*.bcow*"), "copy")
+                    with self.subTest(name=name, kind=kind, call=call), contextlib.chdir("copy"):
+                        is_killed = self.kill_during_removal(name, kind, call)
+                        found.add(self.check_removed(name, taken))
+                    shutil.rmtree("copy")
+                    if not is_killed:
+                        break
+        self.assertEqual(found, {False, True})
+
+    def kill_during_removal(self, name, kind, call):
+        """Removes a snapshot of a served disk, whose server is killed in front of a system call.
+        Returns whether it was."""
+        server = support.Served("vm.bcow", "--socket", "s")
+        pid = server.process.pid
+        tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(pid), "-e",
+                                   f"trace={kind}", "-e",
+                                   f"inject={kind}:signal=SIGKILL:when={call}"])
+        support.until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{pid}/status"),
+                      "strace")
+        removed = bcow("snapshot", "rm", "vm.bcow", name, check=False)
+        server.end(signal.SIGKILL)
+        tracer.wait()
+        return removed.code != 0
+
+    def check_removed(self, name, taken):
+        """Checks what is left after a removal that was killed. Returns whether it was done."""
+        left = set(snapshots("vm.bcow"))
+        self.assertLessEqual({*taken} - {name}, left)
+        for other in left:
+            self.assert_content(f"vm.bcow@{other}", taken[other])
+        self.assert_content("vm.bcow", self.content)
+        if name in left:
+            bcow("snapshot", "rm", "vm.bcow", name)
+        for other in left - {name}:
+            self.assert_content(f"vm.bcow@{other}", taken[other])
+            bcow("fsck", "--data", f"vm.bcow@{other}")
+        self.assert_content("vm.bcow", self.content)
+        bcow("fsck", "--data", "vm.bcow")
+        return name not in left
 
     @promise("Only the user of a serving process, and root, can ask it for a snapshot.")
     def test_other_users_cannot_ask_for_a_snapshot(self):

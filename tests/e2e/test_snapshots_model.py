@@ -80,7 +80,6 @@ class Disks:
     """Disks, which `bcow serve` uses at times."""
 
     steps = ("resize", "compact")
-    removes_in_use = False
 
     def __init__(self, test, directory, dice):
         self.test, self.directory, self.dice = test, directory, dice
@@ -183,7 +182,6 @@ class Uppers:
 
     steps = ()
     subject = "bcow"
-    removes_in_use = True
 
     def __init__(self, test, directory, dice):
         self.test, self.directory, self.dice = test, directory, dice
@@ -267,7 +265,6 @@ class UsedUpper:
 
 class KernelUppers(Uppers):
     subject = subjects.KERNEL
-    removes_in_use = False
 
     def check_snapshot(self, name, snapshot, is_clean):
         disk, raw = (os.path.join(self.path(name), ".bcow", f"disk.bcow@{snapshot}"),
@@ -355,27 +352,30 @@ class Sequence:
         self.left.discard(name)
         for _ in range(self.dice.randrange(1, 4)):
             self.states[name] = use.change()
-            steps = ["snapshot", "fork", "commit", None]
-            step = self.dice.choice(steps + ["remove"] * self.kind.removes_in_use)
-            if step:
+            if step := self.dice.choice(["snapshot", "fork", "commit", "remove", None]):
                 getattr(self, step)(name, use)
         if self.dice.random() < 0.5:
             use.end()
             return
         # All changes are durable then.
         self.snapshot(name, use)
-        new, asked = self.new_name(), None
+        new, asked, old = self.new_name(), None, None
         if self.dice.random() < 0.5:
             command = self.command(name, use, "snapshot", "{}", new)
+            if self.dice.random() < 0.5:
+                old = self.dice.choice(self.snapshots(name))
+                command = self.command(name, use, "snapshot", "rm", "{}", old)
             asked = subprocess.Popen([BCOW, *command], stderr=subprocess.DEVNULL)
             time.sleep(self.dice.uniform(0, KILLED_WITHIN))
         self.end_all(use.kill, use.process(), *([asked] if asked else []))
         self.left.add(name)
-        if asked:
-            if new in snapshots(self.kind.path(name)):
-                self.record(name, new)
-            else:
-                self.test.assertNotEqual(asked.returncode, 0)
+        found = snapshots(self.kind.path(name))
+        if old and old not in found:
+            del self.taken[name, old]
+        elif new in found:
+            self.record(name, new)
+        elif asked:
+            self.test.assertNotEqual(asked.returncode, 0)
 
     def end_all(self, kill, first, *others):
         """Kills a process, and in half of the cases cuts the power. The other processes wait for

@@ -274,6 +274,13 @@ class Live(Snapshots):
         self.assertEqual(statistics["errors"]["total"], 0)
         self.end(self.where)
         self.assert_upper_clean()
+        self.assert_moments(writer, taken)
+        with self.shown(self.upper_path("s2")) as where:
+            first, last = taken["fork-1"]
+            self.assertTrue(first <= writer.state(where) <= last)
+
+    def assert_moments(self, writer, taken):
+        """Checks that each snapshot has what the writer had written at a moment between two."""
         for name, (first, last) in taken.items():
             self.assert_sound(self.upper, name)
             fork = self.upper_path("fork")
@@ -281,9 +288,35 @@ class Live(Snapshots):
             with self.shown(fork) as where:
                 self.assertTrue(first <= writer.state(where) <= last, name)
             shutil.rmtree(fork)
-        with self.shown(self.upper_path("s2")) as where:
-            first, last = taken["fork-1"]
-            self.assertTrue(first <= writer.state(where) <= last)
+
+    def test_snapshots_are_removed_while_the_mount_is_written(self):
+        self.begin()
+        writer = Writer(self.where)
+        taken = {}
+        for number in range(8):
+            before = writer.written
+            until(lambda: writer.error or writer.written > before + 10, "writes")
+            self.change()
+            begun = writer.written
+            bcow("snapshot", self.where, f"s{number}")
+            taken[f"s{number}"] = (begun, writer.begun)
+        for name in self.random.sample(sorted(taken), 6):
+            before = writer.written
+            bcow("snapshot", "rm", self.random.choice([self.where, self.upper]), name)
+            del taken[name]
+            until(lambda: writer.error or writer.written > before, "writes")
+        self.assertEqual(set(snapshots(self.where)), set(taken))
+        writer.end()
+        self.assertEqual(self.stats(self.where)["errors"]["total"], 0)
+        expected = tree.dump(self.where)
+        self.end(self.where)
+        self.assert_upper_clean()
+        self.assert_shows(self.upper, expected)
+        self.assert_moments(writer, taken)
+        # The forks are gone, so nothing else needs the files.
+        for name in taken:
+            bcow("snapshot", "rm", self.upper, name)
+        self.assert_shows(self.upper, expected)
 
     def test_a_mounted_disk_takes_snapshots_through_its_process(self):
         disk = self.make_disk("disk")
@@ -417,7 +450,25 @@ class Live(Snapshots):
         expected = tree.dump(self.where)
         bcow("snapshot", self.where, "one")
         self.change()
+        # A removal has no place for its copy.
+        write_file(os.path.join(self.where, "large"), self.random.randbytes(5 << 20))
+        bcow("snapshot", self.where, "two")
+        self.change()
+        os.sync()
+        with contextlib.suppress(OSError), open(full, "wb", 0) as file:
+            while True:
+                file.write(bytes(4096))
+        last = tree.dump(self.where)
+        for name in ("one", "two"):
+            refused = bcow("snapshot", "rm", self.where, name, check=False)
+            assert_refused(self, refused, "No space left on device")
+        os.unlink(full)
+        assert_same_tree(self, last, self.where)
+        self.change()
+        bcow("snapshot", "rm", self.where, "two")
+        last = tree.dump(self.where)
         self.end(self.where)
+        self.assert_shows(upper, last)
         self.assertEqual(bcow("fsck", "--data", upper).code, 0)
         fork = os.path.join(small, "fork")
         bcow("fork", f"{upper}@one", fork)
@@ -497,6 +548,46 @@ class Live(Snapshots):
                 self.umount(self.where)
                 self.assert_upper_clean(upper)
                 self.assert_shows(upper, last)
+
+    def test_a_pool_that_is_killed_during_a_removal_loses_nothing(self):
+        pool = f"snap{self.tag}"
+        # A pool that ends often in a short time does not begin again, so each has its own.
+        for kind, call in (("fdatasync", 2), ("linkat", 1), ("rename", 1), ("fdatasync", 5),
+                           ("unlink", 1)):
+            with self.subTest(kind=kind, call=call):
+                upper = self.upper_path(f"{kind}{call}")
+                bcow("pool", "start", pool)
+                self.begin(upper, None, "--pool", pool)
+                expected = {}
+                for name in ("one", "two", "three"):
+                    self.change()
+                    expected[name] = tree.dump(self.where)
+                    bcow("snapshot", self.where, name)
+                self.change()
+                last = tree.dump(self.where)
+                [pid] = set(self.processes())
+                tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-p",
+                                           str(pid), "-e", f"trace={kind}", "-e",
+                                           f"inject={kind}:signal=SIGKILL:when={call}"])
+                until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{pid}/status"),
+                      "strace")
+                removed = bcow("snapshot", "rm", self.where, "two", check=False)
+                self.assertNotEqual(removed.code, 0)
+                tracer.wait(timeout=SECONDS)
+                until(lambda: set(self.processes()) not in ({pid}, set()), "the next process")
+                assert_same_tree(self, last, self.where)
+                self.change()
+                last = tree.dump(self.where)
+                if "two" in snapshots(upper):
+                    bcow("snapshot", "rm", self.where, "two")
+                assert_same_tree(self, last, self.where)
+                self.umount(self.where)
+                bcow("pool", "stop", pool)
+                self.assert_upper_clean(upper)
+                self.assertEqual(set(snapshots(upper)), {"one", "three"})
+                self.assert_shows(upper, last)
+                for name in ("one", "three"):
+                    self.assert_fork_shows(name, expected[name], upper)
 
     def test_the_new_disk_of_a_killed_snapshot_is_kept_by_all_later_processes(self):
         """The process is killed when the new disk has its name, before the supervisor has it."""

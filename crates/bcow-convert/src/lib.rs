@@ -54,7 +54,7 @@ pub use disks::{CompactedDisk, SealedDisk, commit_disk, compact, seal_in_place, 
 pub use export::{ExportedPart, Output, export_archive, export_bytes, export_image, is_stream};
 pub use options::{BlockSize, Compress, Encoding, parse_block_size, parse_compression};
 pub use rewrite::operation_failure;
-pub use snapshots::{ForkedDisk, RemovedSnapshot, fork, remove_snapshot, roll_back, take_snapshot};
+pub use snapshots::{ForkedDisk, fork, remove_snapshot, roll_back, take_snapshot};
 pub use upper_snapshots::{
     fork_upper, remove_upper_snapshot, roll_back_upper, take_upper_snapshot, upper_snapshots,
 };

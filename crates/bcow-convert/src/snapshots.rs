@@ -2,16 +2,16 @@
 
 use std::fmt;
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
-    Snapshotted, absorb_backing, record_identity, remove_unfinished, snapshot, snapshot_path,
-    sync_directory_of,
+    Over, RemoveError, Removed, Snapshotted, absorb_backing, is_shared, record_identity,
+    remove_unfinished, snapshot, snapshot_path, sync_directory_of, tree_over, tree_to_change,
 };
 use bcow::{
-    BackingResolver, BlockDevice, CreateOptions, Disk, Image, LockedFile, OpenOptions,
+    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, LockedFile, OpenOptions,
     UnreadBackings,
 };
 use bcow_images::Name;
@@ -22,8 +22,8 @@ use bcow_images::disks::{
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::{StoreArgs, cannot_open_file};
 use bcow_images::new_file::NewFile;
-use bcow_images::requests::{ask, cannot_snapshot};
-use bcow_images::snapshots::{Snapshot, disk_path, disks_over, find_snapshot, snapshots};
+use bcow_images::requests::{ask, ask_to_remove, cannot_remove, cannot_snapshot};
+use bcow_images::snapshots::{Snapshot, disk_path, find_snapshot, snapshots};
 
 use crate::rewrite::operation_failure;
 use crate::work::Work;
@@ -157,171 +157,142 @@ pub(crate) fn require_nothing_over(
     file: &LockedFile,
     shown: impl fmt::Display,
 ) -> Result<(), CommandError> {
-    match tree_over(file.path())?.first() {
+    let cannot = || format!("cannot roll back {shown}");
+    match tree_over(file.path()).context(cannot)?.first() {
         None => Ok(()),
-        Some(over) => Err(CommandError::new(format!("cannot roll back {shown}"))
+        Some(over) => Err(CommandError::new(cannot())
             .caused_by_text(format!("it is the backing of {}", over.path.display()))),
     }
 }
 
-/// A snapshot that was removed.
-#[derive(Debug)]
-pub struct RemovedSnapshot {
-    /// The path of the disk that took its data.
-    pub into: Option<PathBuf>,
-    /// Number of bytes that were written or zeroed there.
-    pub bytes: u64,
-}
-
-/// Opens the disk in a locked file.
-type OpenLocked<'a> = &'a dyn Fn(&LockedFile) -> Result<Disk, CommandError>;
-
 /// Removes the snapshot `name` of the disk `disk`. If one disk or snapshot is over it, that one
-/// takes its data first.
+/// takes its data first. If another process of bcow serves the disk, that process does it.
 pub fn remove_snapshot(
     disk: &Name,
     name: &str,
     stores: &StoreArgs,
     work: &Work<'_>,
-) -> Result<RemovedSnapshot, CommandError> {
-    let own = lock_disk(disk, "snapshot rm")?;
+) -> Result<Removed, CommandError> {
     let below = Below::new(stores, &OpenOptions::default())?;
     let open = |file: &LockedFile| {
         let opened = below.open_disk(file.path(), file, None);
         opened.map(|(disk, _)| disk)
     };
-    remove_from(own, &disk.to_string(), name, &open, work)
-}
-
-/// Removes the snapshot `name` of the disk in `own`, which the user calls `shown`.
-///
-/// All disks over the snapshot are locked: they record the identities of the files below them, and
-/// these change. Each disk shows the same content at each moment, also after a crash. A crash can
-/// leave the snapshot, and disks that record no identity.
-pub(crate) fn remove_from(
-    own: LockedFile,
-    shown: &str,
-    name: &str,
-    open: OpenLocked<'_>,
-    work: &Work<'_>,
-) -> Result<RemovedSnapshot, CommandError> {
-    let own_path = own.path().to_owned();
-    let mut own = Some(own);
-    let cannot = || format!("cannot remove {shown}@{name}");
-    if let Ok(path) = snapshot_path(&own_path, name) {
-        remove_unfinished(&path).context(cannot)?;
-    }
-    let path = find_snapshot(shown, &own_path, name)?;
-    // Fails while a program reads it, or makes a disk over it. The users of another link of the
-    // file keep that one.
-    let lock_removed = || {
-        if is_shared(&path) {
-            return Ok(None);
+    let removal = Removal {
+        path: disk_path(disk)?,
+        shown: disk.to_string(),
+        name,
+        open: &open,
+        work,
+    };
+    match lock_disk(disk, "snapshot rm") {
+        Err(error) if error.may_pass() => {
+            removal.in_use(|| ask_to_remove(&removal.path, disk, name), error)
         }
-        LockedFile::open_snapshot(&path, &lock_note("snapshot rm"))
-            .map(Some)
-            .map_err(|error| cannot_lock(&path, &path, &error))
-    };
-    drop(lock_removed()?);
-    let tree = tree_over(&path)?;
-    let direct: Vec<&Over> = tree.iter().filter(|over| over.parent.is_none()).collect();
-    if let [first, second, ..] = direct[..] {
-        return Err(CommandError::new(cannot())
-            .caused_by_text(format!(
-                "it is the backing of {} and {}",
-                first.path.display(),
-                second.path.display()
-            ))
-            .hint(
-                "`bcow rebase` gives a disk another backing, and `bcow snapshot rm` removes a \
-                 snapshot",
-            ));
+        own => removal.at_rest(Some(own?)),
     }
-    // The disks over another link of the file record its identity too.
-    if let Some(over) = tree.iter().find(|over| is_shared(&over.path)) {
-        return Err(CommandError::new(cannot())
-            .caused_by_text(format!(
-                "it is below {}, which forks have too",
-                over.path.display()
-            ))
-            .hint("first remove the forks, or the later snapshots that they have"));
-    }
-    let lock = |over: &Over| match own.take_if(|file| file.path() == over.path) {
-        Some(file) => Ok(file),
-        None => LockedFile::open_snapshot(&over.path, &lock_note("snapshot rm"))
-            .map_err(|error| cannot_lock(&over.path, &over.path, &error)),
-    };
-    let files: Vec<LockedFile> = tree.iter().map(lock).collect::<Result<_, CommandError>>()?;
-    // Before the locks, another command may have changed what is over what.
-    let is_changed = |expected: &[Over]| Ok::<_, CommandError>(tree_over(&path)? != expected);
-    let changed = || {
-        CommandError::new(cannot())
-            .caused_by_text("the disks over it have changed meanwhile")
-            .hint("run the command again")
-    };
-    if is_changed(&tree)? {
-        return Err(changed());
-    }
-    let options = OpenOptions::default();
-    let record = |index: usize, identity| {
-        record_identity(&files[index].storage(), &options, identity).context(cannot)
-    };
-    // A disk forgets the identity of a file before that file changes.
-    for index in (1..files.len()).rev() {
-        record(index, None)?;
-    }
-    let merged = match files.first() {
-        Some(file) => merge(&path, file, open, work, &cannot),
-        None => Ok(0),
-    };
-    for index in 1..files.len() {
-        let below = files[tree[index].parent.unwrap_or_default()].storage();
-        let below = Image::open_with_backings(below, &options, &UnreadBackings).context(cannot)?;
-        record(index, Some(below.identity_hash()))?;
-    }
-    let bytes = merged?;
-    let _removed = lock_removed()?;
-    if is_changed(&[])? {
-        return Err(changed());
-    }
-    std::fs::remove_file(&path)
-        .and_then(|()| sync_directory_of(&path))
-        .context(cannot)?;
-    Ok(RemovedSnapshot {
-        into: files.first().map(|file| file.path().to_owned()),
-        bytes,
-    })
 }
 
-/// A disk or snapshot that is over another one.
-#[derive(Debug, PartialEq, Eq)]
-struct Over {
-    path: PathBuf,
-    /// The index of the file below it; `None` for the one at the bottom of the tree.
-    parent: Option<usize>,
+/// The removal of the snapshot `name`.
+pub(crate) struct Removal<'a> {
+    /// The path of the disk, with its links resolved, and its name for the user.
+    pub(crate) path: PathBuf,
+    pub(crate) shown: String,
+    pub(crate) name: &'a str,
+    /// Opens the disk in a locked file.
+    pub(crate) open: &'a dyn Fn(&LockedFile) -> Result<Disk, CommandError>,
+    pub(crate) work: &'a Work<'a>,
 }
 
-/// Whether another directory has the file at `path` too.
-fn is_shared(path: &Path) -> bool {
-    path.metadata().is_ok_and(|file| file.nlink() > 1)
-}
-
-/// The disks that are over the file at `bottom`, directly and through others. Each is behind the
-/// disk below it.
-fn tree_over(bottom: &Path) -> Result<Vec<Over>, CommandError> {
-    let mut over = disks_over(bottom)?;
-    let mut tree: Vec<Over> = Vec::new();
-    let mut parent = None;
-    loop {
-        let below = parent.map_or(bottom, |index: usize| tree[index].path.as_path());
-        let name = below.file_name().unwrap_or_default().to_string_lossy();
-        let paths = over.remove(&*name).unwrap_or_default();
-        tree.extend(paths.into_iter().map(|path| Over { path, parent }));
-        let next = parent.map_or(0, |index| index + 1);
-        if next == tree.len() {
-            return Ok(tree);
+impl Removal<'_> {
+    /// Removes a snapshot of a disk that another process uses. `ask` asks that process, and
+    /// `refused` is the error if it takes no requests.
+    pub(crate) fn in_use(
+        &self,
+        ask: impl FnOnce() -> Result<Option<Removed>, CommandError>,
+        refused: CommandError,
+    ) -> Result<Removed, CommandError> {
+        let path = find_snapshot(&self.shown, &self.path, self.name)?;
+        let tree = tree_over(&path).map_err(|error| self.failed(error.into()))?;
+        if tree.iter().any(|over| over.path == self.path) {
+            ask()?.ok_or(refused)
+        } else {
+            // The disk does not change, as after a rollback.
+            self.at_rest(None)
         }
-        parent = Some(next);
+    }
+
+    /// Removes a snapshot while no other process uses the disks over it. `own` is the lock of the
+    /// disk, which is needed if it is one of them.
+    ///
+    /// All disks over the snapshot are locked: they record the identities of the files below them,
+    /// and these change. Each disk shows the same content at each moment, also after a crash. A
+    /// crash can leave the snapshot, and disks that record no identity.
+    pub(crate) fn at_rest(&self, mut own: Option<LockedFile>) -> Result<Removed, CommandError> {
+        let cannot = || format!("cannot remove {}@{}", self.shown, self.name);
+        if let Ok(path) = snapshot_path(&self.path, self.name) {
+            remove_unfinished(&path).context(cannot)?;
+        }
+        let path = find_snapshot(&self.shown, &self.path, self.name)?;
+        // Fails while a program reads it, or makes a disk over it. The users of another link of the
+        // file keep that one.
+        let lock_removed = || {
+            if is_shared(&path) {
+                return Ok(None);
+            }
+            LockedFile::open_snapshot(&path, &lock_note("snapshot rm"))
+                .map(Some)
+                .map_err(|error| cannot_lock(&path, &path, &error))
+        };
+        drop(lock_removed()?);
+        // The disks over another link of a file record its identity too.
+        let tree = tree_to_change(&path, 0).map_err(|error| self.failed(error))?;
+        let lock = |over: &Over| match own.take_if(|file| file.path() == over.path) {
+            Some(file) => Ok(file),
+            None => LockedFile::open_snapshot(&over.path, &lock_note("snapshot rm"))
+                .map_err(|error| cannot_lock(&over.path, &over.path, &error)),
+        };
+        let files: Vec<LockedFile> = tree.iter().map(lock).collect::<Result<_, CommandError>>()?;
+        // Before the locks, another command may have changed what is over what.
+        let require = |expected: &[Over]| {
+            let is_same = tree_over(&path).context(cannot)? == expected;
+            is_same
+                .then_some(())
+                .ok_or(self.failed(RemoveError::Changed))
+        };
+        require(&tree)?;
+        let options = OpenOptions::default();
+        let record = |index: usize, identity| {
+            record_identity(&files[index].storage(), &options, identity).context(cannot)
+        };
+        // A disk forgets the identity of a file before that file changes.
+        for index in (1..files.len()).rev() {
+            record(index, None)?;
+        }
+        let merged = match files.first() {
+            Some(file) => merge(&path, file, self.open, self.work, &cannot),
+            None => Ok(0),
+        };
+        for index in 1..files.len() {
+            let below = files[tree[index].parent.unwrap_or_default()].storage();
+            let below =
+                Image::open_with_backings(below, &options, &UnreadBackings).context(cannot)?;
+            record(index, Some(below.identity_hash()))?;
+        }
+        let bytes = merged?;
+        let _removed = lock_removed()?;
+        require(&[])?;
+        std::fs::remove_file(&path)
+            .and_then(|()| sync_directory_of(&path))
+            .context(cannot)?;
+        Ok(Removed {
+            into: files.first().map(|file| file.path().to_owned()),
+            bytes,
+        })
+    }
+
+    fn failed(&self, error: RemoveError) -> CommandError {
+        cannot_remove(&self.shown, self.name, &error)
     }
 }
 
@@ -330,7 +301,7 @@ fn tree_over(bottom: &Path) -> Result<Vec<Over>, CommandError> {
 fn merge(
     path: &Path,
     file: &LockedFile,
-    open: OpenLocked<'_>,
+    open: &dyn Fn(&LockedFile) -> Result<Disk, CommandError>,
     work: &Work<'_>,
     cannot: &dyn Fn() -> String,
 ) -> Result<u64, CommandError> {
@@ -353,4 +324,35 @@ fn merge(
         .and_then(|()| disk.close())
         .context(cannot)?;
     Ok(bytes)
+}
+
+/// Resolves the snapshots in a directory, as they were recorded. A view of an image is not read.
+pub(crate) struct Beside<'a>(&'a Path);
+
+impl<'a> Beside<'a> {
+    /// Resolves the snapshots beside the file at `path`.
+    pub(crate) fn of(path: &'a Path) -> Self {
+        Beside(path.parent().unwrap_or(Path::new("/")))
+    }
+}
+
+impl BackingResolver for Beside<'_> {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        let BackingName::FileName { name, identity } = &backing.name else {
+            return UnreadBackings.resolve(backing);
+        };
+        let file = File::open(self.0.join(name)).map_err(|source| Error::Io {
+            action: "open",
+            offset: 0,
+            source,
+        })?;
+        let options = OpenOptions::default();
+        let image = Image::open_with_backings(Arc::new(file), &options, self)?;
+        let is_other = identity.is_some_and(|identity| identity != image.identity_hash());
+        if is_other || image.size() != backing.size {
+            let problem = format!("{name} is not the file over which the disk was made");
+            return Err(Error::Unsupported(problem));
+        }
+        Ok(Some(image))
+    }
 }

@@ -16,17 +16,17 @@ use std::sync::Arc;
 use bcow::chain::MAX_DEPTH;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::lock::FileLock;
-use bcow::operation::{Snapshotted, snapshot};
+use bcow::operation::{Removed, Snapshotted, snapshot};
 use bcow::{
-    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, LockFileError, LockedFile,
-    OpenOptions, UnreadBackings, backing_of,
+    BlockDevice, CreateOptions, Disk, Image, LockFileError, LockedFile, OpenOptions,
+    UnreadBackings, backing_of,
 };
 use bcow_images::disks::{cannot_lock, lock_note};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::Messages;
 use bcow_images::new_file::NewFile;
 use bcow_images::readable_upper::ReadableUpper;
-use bcow_images::requests::{ask, cannot_snapshot};
+use bcow_images::requests::{ask, ask_to_remove, cannot_snapshot};
 use bcow_images::running::LOCK_IN_UPPER;
 use bcow_images::snapshots::{Snapshot, find_snapshot, snapshots};
 use bcow_images::upper::{cannot_use, tree_snapshot};
@@ -36,7 +36,7 @@ use bcow_union::{
 };
 use rustix::fs::Mode;
 
-use crate::snapshots::{ForkedDisk, RemovedSnapshot, free_name, remove_from, require_nothing_over};
+use crate::snapshots::{Beside, ForkedDisk, Removal, free_name, require_nothing_over};
 use crate::work::Work;
 
 /// The record of an upper, and its name for the size of the file system.
@@ -133,27 +133,42 @@ pub fn remove_upper_snapshot(
     upper: &Path,
     name: &str,
     work: &Work<'_>,
-) -> Result<RemovedSnapshot, CommandError> {
+) -> Result<Removed, CommandError> {
     if driver_of(upper)? == Some(Driver::Fuse) {
         let removed = bcow_union::remove_snapshot(upper, name, &lock_note("snapshot rm"));
         removed.map_err(|error| cannot_use(&error))?;
-        return Ok(RemovedSnapshot {
+        return Ok(Removed {
             into: None,
             bytes: 0,
         });
     }
-    let LockedUpper { file, instance } = LockedUpper::open(upper, "snapshot rm")?;
-    // Fails if a file is below itself.
-    chain(file.path())?;
     let open = |file: &LockedFile| {
         let options = OpenOptions::default();
-        let directory = file.path().parent().unwrap_or(Path::new("/"));
-        Disk::open(file.storage(), &options, &Beside(directory))
+        Disk::open(file.storage(), &options, &Beside::of(file.path()))
             .context(|| format!("cannot open {}", file.path().display()))
     };
-    let removed = remove_from(file, &upper.display().to_string(), name, &open, work);
-    drop(instance);
-    removed
+    let path = disk_path(upper);
+    let removal = Removal {
+        path: path.canonicalize().unwrap_or(path),
+        shown: upper.display().to_string(),
+        name,
+        open: &open,
+        work,
+    };
+    match LockedUpper::open(upper, "snapshot rm") {
+        Err(error) if error.may_pass() => {
+            let lock = upper.join(LOCK_IN_UPPER);
+            removal.in_use(|| ask_to_remove(&lock, upper.display(), name), error)
+        }
+        Err(error) => Err(error),
+        Ok(LockedUpper { file, instance }) => {
+            // Fails if a file is below itself.
+            chain(file.path())?;
+            let removed = removal.at_rest(Some(file));
+            drop(instance);
+            removed
+        }
+    }
 }
 
 /// Gives the upper at `upper` the content of its snapshot `name`. What it had becomes the snapshot
@@ -329,28 +344,4 @@ fn chain(path: &Path) -> Result<Vec<PathBuf>, CommandError> {
         }
     }
     Ok(files)
-}
-
-/// Resolves the snapshots in a directory, as they were recorded. A view of an image is not read.
-struct Beside<'a>(&'a Path);
-
-impl BackingResolver for Beside<'_> {
-    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        let BackingName::FileName { name, identity } = &backing.name else {
-            return UnreadBackings.resolve(backing);
-        };
-        let file = File::open(self.0.join(name)).map_err(|source| Error::Io {
-            action: "open",
-            offset: 0,
-            source,
-        })?;
-        let options = OpenOptions::default();
-        let image = Image::open_with_backings(Arc::new(file), &options, self)?;
-        let is_other = identity.is_some_and(|identity| identity != image.identity_hash());
-        if is_other || image.size() != backing.size {
-            let problem = format!("{name} is not the file over which the disk was made");
-            return Err(Error::Unsupported(problem));
-        }
-        Ok(Some(image))
-    }
 }

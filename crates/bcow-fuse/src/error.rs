@@ -123,6 +123,8 @@ pub enum MountError {
     },
     #[error(transparent)]
     Snapshot(bcow::operation::SnapshotError),
+    #[error(transparent)]
+    RemoveSnapshot(bcow::operation::RemoveError),
     /// A step of a mount with the kernel driver failed.
     #[error(transparent)]
     Kernel(#[from] bcow_mount::Error),

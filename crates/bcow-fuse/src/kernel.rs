@@ -24,7 +24,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
 
-use bcow::operation::{LiveDisk, SnapshotError};
+use bcow::operation::{LiveDisk, Monitor, Removed, SnapshotError};
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, HEAD_BYTES};
 use bcow_mount::{Access, Freezer, HiddenName, LoopDevice};
@@ -510,6 +510,17 @@ impl DiskSnapshots {
         let _files = self.files.0.lock();
         let disk = self.disk()?;
         self.while_frozen(freezer, || disk.copy(name))
+    }
+
+    /// Removes the snapshot `name`, as [`LiveDisk::remove`].
+    pub fn remove(
+        &self,
+        name: &str,
+        note: &str,
+        monitor: &dyn Monitor,
+    ) -> Result<Removed, MountError> {
+        let removed = self.disk()?.remove(name, note, monitor);
+        removed.map_err(MountError::RemoveSnapshot)
     }
 
     /// The disk, if it is mounted and has lost no write.

@@ -6,10 +6,10 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bcow::operation::SnapshotError;
+use bcow::operation::{RemoveError, Removed, SnapshotError};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CommandError, Context, exit};
@@ -30,9 +30,12 @@ pub struct SnapshotRequest {
     pub inode: u64,
     /// The name of the snapshot.
     pub snapshot: String,
-    /// Whether the snapshot can be removed while the disk or the upper is in use.
+    /// Whether the snapshot is a copy, which no disk is over.
     #[serde(default)]
     pub copy: bool,
+    /// Whether the snapshot is removed, and not taken.
+    #[serde(default)]
+    pub remove: bool,
 }
 
 /// The answer, also a line.
@@ -40,33 +43,63 @@ pub struct SnapshotRequest {
 #[serde(rename_all = "kebab-case")]
 pub enum SnapshotAnswer {
     Done,
+    Removed {
+        /// The path of the disk or snapshot that took the data.
+        into: Option<PathBuf>,
+        /// Number of bytes that were written or zeroed there.
+        bytes: u64,
+    },
     Failed(CommandError),
+}
+
+/// What a process is asked to do with a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asked {
+    Take,
+    Copy,
+    Remove,
 }
 
 /// Asks the process that serves the disk at `path`, or the upper whose lock is at `path`, for a
 /// snapshot of it. `shown` is its name for the user. Returns false if no process takes requests for
 /// it.
 pub fn ask(path: &Path, shown: impl fmt::Display, name: &str) -> Result<bool, CommandError> {
-    request(path, shown, name, false)
+    Ok(request(path, shown, name, Asked::Take)?.is_some())
 }
 
-/// As [`ask`], for a snapshot that can be removed while the disk or the upper is in use.
+/// As [`ask`], for a copy of the disk or the upper: see [`SnapshotRequest`].
 pub fn ask_for_copy(
     path: &Path,
     shown: impl fmt::Display,
     name: &str,
 ) -> Result<bool, CommandError> {
-    request(path, shown, name, true)
+    Ok(request(path, shown, name, Asked::Copy)?.is_some())
+}
+
+/// As [`ask`], for the removal of a snapshot. Returns `None` if no process takes requests for it.
+pub fn ask_to_remove(
+    path: &Path,
+    shown: impl fmt::Display,
+    name: &str,
+) -> Result<Option<Removed>, CommandError> {
+    let answer = request(path, shown, name, Asked::Remove)?;
+    Ok(answer.map(|answer| match answer {
+        SnapshotAnswer::Removed { into, bytes } => Removed { into, bytes },
+        SnapshotAnswer::Done | SnapshotAnswer::Failed(_) => Removed {
+            into: None,
+            bytes: 0,
+        },
+    }))
 }
 
 fn request(
     path: &Path,
     shown: impl fmt::Display,
     name: &str,
-    copy: bool,
-) -> Result<bool, CommandError> {
+    asked: Asked,
+) -> Result<Option<SnapshotAnswer>, CommandError> {
     let Some(service) = service_with_control(path, |uid| is_trusted(uid, path)) else {
-        return Ok(false);
+        return Ok(None);
     };
     let cannot = || format!("cannot ask the process that serves {shown}");
     let file = path.metadata().context(cannot)?;
@@ -74,17 +107,19 @@ fn request(
         device: file.dev(),
         inode: file.ino(),
         snapshot: name.to_owned(),
-        copy,
+        copy: asked == Asked::Copy,
+        remove: asked == Asked::Remove,
     };
     // The process cannot do this: the kernel sends it what programs wrote to maps.
-    for mountpoint in service.at.iter().filter(|_| service.kind == "mount") {
+    let has_changes = service.kind == "mount" && asked != Asked::Remove;
+    for mountpoint in service.at.iter().filter(|_| has_changes) {
         File::open(mountpoint)
             .and_then(|root| Ok(rustix::fs::syncfs(root)?))
             .context(|| format!("cannot synchronize {mountpoint}"))?;
     }
     match exchange(&service, path, &request).context(cannot)? {
-        SnapshotAnswer::Done => Ok(true),
         SnapshotAnswer::Failed(error) => Err(error),
+        answer => Ok(Some(answer)),
     }
 }
 
@@ -105,7 +140,9 @@ fn exchange(
     if !is_trusted(peer.uid.as_raw(), path) {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
-    stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
+    // A removal copies data. If this client ends, the process ends the removal.
+    let timeout = (!request.remove).then_some(ANSWERS_WITHIN);
+    stream.set_read_timeout(timeout)?;
     let sent = stream.write_all(format!("{}\n", serde_json::to_string(request)?).as_bytes());
     let mut line = String::new();
     let read = BufReader::new(stream.take(MAX_ANSWER_BYTES)).read_line(&mut line);
@@ -139,6 +176,22 @@ pub fn cannot_snapshot(disk: impl fmt::Display, error: &SnapshotError) -> Comman
         SnapshotError::Exchange(_) => {
             failure.hint("move the disk to a file system that can, such as ext4, xfs or btrfs")
         }
+        _ => failure,
+    }
+}
+
+/// The error of a snapshot that was not removed.
+pub fn cannot_remove(disk: impl fmt::Display, name: &str, error: &RemoveError) -> CommandError {
+    let failure = CommandError::new(format!("cannot remove {disk}@{name}")).caused_by(error);
+    match error {
+        RemoveError::Name(SnapshotError::Name) => failure.exit_with(exit::USAGE),
+        RemoveError::Several(..) => failure.hint(
+            "`bcow rebase` gives a disk another backing, and `bcow snapshot rm` removes a snapshot",
+        ),
+        RemoveError::Shared(_) => {
+            failure.hint("first remove the forks, or the later snapshots that they have")
+        }
+        RemoveError::Changed => failure.hint("run the command again"),
         _ => failure,
     }
 }

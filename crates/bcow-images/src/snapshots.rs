@@ -1,13 +1,11 @@
 //! Snapshots of disks: their files, and the disks over them.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use bcow::format::BackingName;
-use bcow::operation::{snapshot_name, snapshot_path};
+use bcow::operation::{disks_over, files_beside, snapshot_name, snapshot_path};
 use bcow::{backing_of, header_of, snapshot_time};
 
 use crate::error::{CommandError, Context};
@@ -44,10 +42,11 @@ pub fn disk_path(name: &Name) -> Result<PathBuf, CommandError> {
 
 /// The snapshots of the disk at `disk`, whose links are resolved, the oldest first.
 pub fn snapshots(disk: &Path) -> Result<Vec<Snapshot>, CommandError> {
-    let over = disks_over(disk)?;
+    let cannot = || format!("cannot read the directory of {}", disk.display());
+    let over = disks_over(disk).context(cannot)?;
     let own_name = file_name(disk);
     let mut found = Vec::new();
-    for path in files_beside(disk)? {
+    for path in files_beside(disk).context(cannot)? {
         let file_name = file_name(&path);
         let Some(name) = snapshot_name(&own_name, &file_name) else {
             continue;
@@ -96,34 +95,6 @@ pub fn find_snapshot(
 pub fn is_snapshot(path: &Path) -> bool {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     path.is_file() && File::open(&path).is_ok_and(|file| snapshot_time(&file, &path).is_some())
-}
-
-/// The disks in the directory of the file at `beside` that name their backing by a file name, by
-/// that name. Disks in other directories, which need --backing-dir, are not found.
-pub fn disks_over(beside: &Path) -> Result<BTreeMap<String, Vec<PathBuf>>, CommandError> {
-    let mut over: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
-    for path in files_beside(beside)? {
-        // A file that this user may not read is not a disk of this user.
-        let backing = File::open(&path).ok().and_then(backing_of);
-        if let Some(BackingName::FileName { name, .. }) = backing.map(|entry| entry.name) {
-            over.entry(name).or_default().push(path);
-        }
-    }
-    Ok(over)
-}
-
-/// The regular files in the directory of the file at `path`, by their names.
-fn files_beside(path: &Path) -> Result<Vec<PathBuf>, CommandError> {
-    let directory = path.parent().unwrap_or(Path::new("/"));
-    let entries = directory
-        .read_dir()
-        .context(|| format!("cannot read {}", directory.display()))?;
-    let files = entries
-        .flatten()
-        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
-    let mut files: Vec<PathBuf> = files.map(|entry| entry.path()).collect();
-    files.sort();
-    Ok(files)
 }
 
 /// The name of the file at `path`. A disk names only files whose names are UTF-8.

@@ -12,19 +12,23 @@ use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
-use bcow::operation::{LiveDisk, SnapshotError};
+use bcow::operation::{LiveDisk, Monitor, RemoveError, Removed, SnapshotError};
 use bcow_fuse::kernel::{DiskFiles, DiskSnapshots};
 use bcow_fuse::session::Snapshotter;
 use bcow_fuse::{AnySession, MountError};
 use bcow_images::disks::lock_note;
 use bcow_images::error::{CommandError, Context};
-use bcow_images::requests::{MAX_REQUEST_BYTES, SnapshotAnswer, SnapshotRequest, cannot_snapshot};
+use bcow_images::requests::{
+    MAX_REQUEST_BYTES, SnapshotAnswer, SnapshotRequest, cannot_remove, cannot_snapshot,
+};
 use bcow_images::running::LOCK_IN_UPPER;
 use bcow_images::upper::{cannot_use, note};
 use bcow_union::log::{self, Severity};
 
 use bcow_mount::Freezer;
 pub use bcow_mount::hold_frozen;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::disk_ledger::new_ledger;
 use crate::mount::fuse::Mounted;
@@ -43,8 +47,10 @@ pub trait Live: Send + Sync {
     fn is_at(&self, device: u64, inode: u64) -> bool;
     /// Takes the snapshot `name`.
     fn snapshot(&self, name: &str) -> Result<(), CommandError>;
-    /// Takes the snapshot `name`, which can be removed while this is in use.
+    /// Takes the snapshot `name` as a copy, which no disk is over.
     fn copy(&self, name: &str) -> Result<(), CommandError>;
+    /// Removes the snapshot `name`.
+    fn remove(&self, name: &str, monitor: &dyn Monitor) -> Result<Removed, CommandError>;
 }
 
 /// What takes requests in this process. The lock is not held during a request.
@@ -111,8 +117,10 @@ fn listen(command: &str) -> Result<String, CommandError> {
 
 fn answer(stream: &UnixStream) {
     let line = read_line(stream, MAX_REQUEST_BYTES, Some(PATIENCE));
-    let executed = line.context(|| INVALID).and_then(|line| execute(&line));
-    let answer = executed.map_or_else(SnapshotAnswer::Failed, |()| SnapshotAnswer::Done);
+    let executed = line
+        .context(|| INVALID)
+        .and_then(|line| execute(&line, &Client(stream)));
+    let answer = executed.unwrap_or_else(SnapshotAnswer::Failed);
     if let Err(error) = send(stream, &answer) {
         tracing::info!("a request of another command: {error}");
     }
@@ -137,16 +145,43 @@ fn require_same_user(stream: &UnixStream) -> Result<(), CommandError> {
     }
 }
 
-fn execute(line: &[u8]) -> Result<(), CommandError> {
+/// A client, which ends a removal when it closes its connection.
+struct Client<'s>(&'s UnixStream);
+
+impl Monitor for Client<'_> {
+    fn is_cancelled(&self) -> bool {
+        let mut end = [PollFd::new(self.0, PollFlags::RDHUP)];
+        let ready = rustix::event::poll(&mut end, Some(&Timespec::default()));
+        ready.is_ok() && !end[0].revents().is_empty()
+    }
+}
+
+fn execute(line: &[u8], client: &Client<'_>) -> Result<SnapshotAnswer, CommandError> {
     let request: SnapshotRequest = serde_json::from_slice(line).context(|| INVALID)?;
     let live = registry().live.clone();
     let is_meant = |live: &&Arc<dyn Live>| live.is_at(request.device, request.inode);
     let live = live.iter().find(is_meant).ok_or_else(has_ended)?;
-    if request.copy {
-        live.copy(&request.snapshot)
-    } else {
-        live.snapshot(&request.snapshot)
-    }
+    let name = &request.snapshot;
+    match (request.remove, request.copy) {
+        (true, _) => {
+            let Removed { into, bytes } = live.remove(name, client)?;
+            return Ok(SnapshotAnswer::Removed { into, bytes });
+        }
+        (false, true) => live.copy(name),
+        (false, false) => live.snapshot(name),
+    }?;
+    Ok(SnapshotAnswer::Done)
+}
+
+/// Notes a removal in the log, or makes its error.
+fn removed(
+    shown: &str,
+    name: &str,
+    removed: Result<Removed, RemoveError>,
+) -> Result<Removed, CommandError> {
+    let removed = removed.map_err(|error| cannot_remove(shown, name, &error))?;
+    tracing::info!("{shown}: snapshot {name} removed");
+    Ok(removed)
 }
 
 /// The error of a request that arrives too late.
@@ -180,6 +215,12 @@ impl Live for ServedDisk {
 
     fn copy(&self, name: &str) -> Result<(), CommandError> {
         self.take(|disk| disk.copy(name))
+    }
+
+    fn remove(&self, name: &str, monitor: &dyn Monitor) -> Result<Removed, CommandError> {
+        let disk = self.disk.upgrade().ok_or_else(has_ended)?;
+        let note = lock_note(self.command);
+        removed(&self.name, name, disk.remove(name, &note, monitor))
     }
 }
 
@@ -235,6 +276,17 @@ impl<F: Fn(&DiskFiles) + Send + Sync> Live for KernelMount<F> {
     fn copy(&self, name: &str) -> Result<(), CommandError> {
         self.taken(self.snapshots.copy(name, freezer))
     }
+
+    fn remove(&self, name: &str, monitor: &dyn Monitor) -> Result<Removed, CommandError> {
+        match self.snapshots.remove(name, &self.note, monitor) {
+            Ok(done) => removed(&self.at, name, Ok(done)),
+            Err(MountError::RemoveSnapshot(error)) => removed(&self.at, name, Err(error)),
+            Err(error) => {
+                let failure = CommandError::new(format!("cannot remove {}@{name}", self.at));
+                Err(failure.caused_by(&error).hint_if(error.hint()))
+            }
+        }
+    }
 }
 
 impl<F> KernelMount<F> {
@@ -268,6 +320,7 @@ fn freezer(target: &Path, device: &str) -> io::Result<Freezer> {
 /// A mount with the FUSE driver.
 struct FuseMount {
     snapshots: Snapshotter,
+    upper: PathBuf,
     /// The device number and the inode number of the lock of its upper.
     lock: (u64, u64),
 }
@@ -289,6 +342,15 @@ impl Live for FuseMount {
     fn copy(&self, name: &str) -> Result<(), CommandError> {
         self.snapshot(name)
     }
+
+    fn remove(&self, name: &str, _: &dyn Monitor) -> Result<Removed, CommandError> {
+        let removed = bcow_union::remove_snapshot(&self.upper, name, &lock_note("mount"));
+        removed.map_err(|error| cannot_use(&error))?;
+        Ok(Removed {
+            into: None,
+            bytes: 0,
+        })
+    }
 }
 
 impl Mounted {
@@ -296,13 +358,20 @@ impl Mounted {
     /// to continue with a disk, whenever that changes.
     pub fn take_requests(&mut self, is_replaced: impl Fn(&DiskFiles) + Send + Sync + 'static) {
         let at = self.service.at.join(", ");
-        let lock = self.service.upper.as_ref().map(|upper| {
-            let lock = std::fs::metadata(Path::new(upper).join(LOCK_IN_UPPER));
+        // The process changes its directory afterwards.
+        let absolute = |upper: &String| Path::new(upper).canonicalize().unwrap_or_default();
+        let upper = self.service.upper.as_ref().map(absolute);
+        let lock = upper.as_ref().map(|upper| {
+            let lock = std::fs::metadata(upper.join(LOCK_IN_UPPER));
             lock.map_or((0, 0), |lock| (lock.dev(), lock.ino()))
         });
         let live: Arc<dyn Live> = match (&self.session, lock) {
             (AnySession::Fuse(session), Some(lock)) => match session.snapshotter() {
-                Some(snapshots) => Arc::new(FuseMount { snapshots, lock }),
+                Some(snapshots) => Arc::new(FuseMount {
+                    snapshots,
+                    upper: upper.unwrap_or_default(),
+                    lock,
+                }),
                 None => return,
             },
             (AnySession::Fuse(_), None) => return,

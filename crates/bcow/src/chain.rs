@@ -23,7 +23,7 @@ use crate::storage::FileIdentity;
 use crate::{BackingResolver, BlockDevice, Error, Image, NoBackings, OpenOptions, Storage};
 
 /// Most files below a file, counted along one path (spec section 8).
-pub const MAX_DEPTH: u32 = 64;
+pub const MAX_DEPTH: u32 = 128;
 
 /// Resolves backings that are named by digest.
 pub trait Digests {

@@ -299,6 +299,11 @@ impl Image {
         &self.root
     }
 
+    /// The bytes of the file.
+    pub(crate) fn storage(&self) -> &Arc<dyn Storage> {
+        &self.file.storage
+    }
+
     pub(crate) fn file_id(&self) -> FileId {
         self.id
     }

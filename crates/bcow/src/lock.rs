@@ -180,6 +180,34 @@ impl FileLock {
     }
 }
 
+/// A reader's lock that is exclusive as long as this exists: no other process reads the file or
+/// makes a disk over it. Dropping this makes it a reader's lock again.
+#[derive(Debug)]
+pub(crate) struct AloneWith<'f>(&'f File);
+
+impl<'f> AloneWith<'f> {
+    /// `file` has a reader's lock, and keeps it if this fails.
+    pub(crate) fn new(file: &'f File) -> Result<Self, LockError> {
+        when_passed(pause, || match file.try_lock() {
+            Ok(()) => Ok(()),
+            Err(TryLockError::WouldBlock) => {
+                // The attempt has released the earlier lock (flock(2)).
+                FileLock::shared(file)?;
+                Err(LockError::InUse)
+            }
+            Err(TryLockError::Error(error)) => Err(LockError::Io(error)),
+        })?;
+        Ok(AloneWith(file))
+    }
+}
+
+impl Drop for AloneWith<'_> {
+    fn drop(&mut self) {
+        // No other process can have a lock yet, so only the host could refuse it.
+        let _ = self.0.try_lock_shared();
+    }
+}
+
 fn pause() {
     std::thread::sleep(RETRY_PAUSE);
 }

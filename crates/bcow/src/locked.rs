@@ -231,7 +231,13 @@ pub fn snapshot_time(file: &File, path: &Path) -> Option<SystemTime> {
 /// Marks the file as the snapshot that has this file name, once it has the name. The caller makes
 /// it durable.
 pub(crate) fn mark_snapshot(file: &File, name: &str) -> io::Result<()> {
-    let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    mark_snapshot_of(file, name, SystemTime::now())
+}
+
+/// As [`mark_snapshot`], for a snapshot that was taken at this time.
+pub(crate) fn mark_snapshot_of(file: &File, name: &str, taken: SystemTime) -> io::Result<()> {
+    let since = taken.duration_since(SystemTime::UNIX_EPOCH);
+    let since = since.unwrap_or_default();
     let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
     let mut mark = name.as_bytes().to_vec();
     // File systems limit names to 255 bytes.

@@ -44,6 +44,11 @@ pub trait Storage: Send + Sync {
     fn identity(&self) -> Option<FileIdentity> {
         None
     }
+    /// The open file of the host that has exactly the bytes of the storage, for its locks and
+    /// attributes.
+    fn host_file(&self) -> Option<&File> {
+        None
+    }
     /// Replaces the content after a read of damaged bytes, if the storage can make it again.
     /// Returns whether another read of the same bytes may succeed.
     fn restore(&self) -> bool {
@@ -144,6 +149,9 @@ impl Storage for File {
     fn identity(&self) -> Option<FileIdentity> {
         let metadata = self.metadata().ok()?;
         Some(FileIdentity::of(&metadata))
+    }
+    fn host_file(&self) -> Option<&File> {
+        Some(self)
     }
     fn version(&self) -> Option<Version> {
         let metadata = self.metadata().ok()?;

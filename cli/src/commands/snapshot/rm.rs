@@ -18,8 +18,9 @@ use crate::ui::Ui;
 /// and their content. Disks in other directories, which find the
 /// snapshot by --backing-dir, are not noticed, and do not open afterwards.
 ///
-/// The disk, and the disks over the snapshot, must not be in use. If the command is interrupted,
-/// all content is unchanged, and you can run the command again.
+/// If the disk is served or mounted, the process that does so removes the snapshot. Programs
+/// continue while it copies data. Other disks over the snapshot must not be in use. If the command
+/// is interrupted, all content is unchanged, and you can run the command again.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk, or the upper

@@ -89,7 +89,7 @@ pub enum LayerProblem {
         /// The name of its backing.
         backing: String,
     },
-    /// The chain of files has more than 64 files, or a file is below itself.
+    /// The chain of files has more than [`MAX_DEPTH`] files, or a file is below itself.
     #[error("more than {MAX_DEPTH} files, one below the other, end in {name}")]
     TooDeep {
         /// The name of the file.

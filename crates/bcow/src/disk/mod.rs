@@ -70,7 +70,6 @@ use crate::{BlockCache, Error};
 use commit::Turns;
 use committer::Committer;
 use incomplete::Fills;
-use locks::Pass;
 use region::{IncompleteIds, Region, RegionState};
 use regions::Regions;
 use space::Space;
@@ -78,7 +77,7 @@ use space::Space;
 pub use create::CreateOptions;
 pub use layout::Layout;
 pub use ledger::Ledger;
-pub(crate) use locks::Gate;
+pub(crate) use locks::{Closed, Gate, Pass};
 
 /// An open writable file.
 ///
@@ -193,6 +192,16 @@ impl Disk {
     pub fn backing(&self) -> Option<BackingEntry> {
         let config = self.inner.gate.enter();
         config.backing.as_ref().map(|below| below.entry().clone())
+    }
+
+    /// The backing with the files below it.
+    pub(crate) fn below(&self) -> Option<Arc<Below>> {
+        self.inner.enter().backing.clone()
+    }
+
+    /// The cache of the disk and of the files below it.
+    pub(crate) fn cache(&self) -> &BlockCache {
+        &self.inner.cache
     }
 
     /// The identity that a file over this one records (spec section 8). It changes with each flush

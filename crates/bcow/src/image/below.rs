@@ -92,6 +92,12 @@ impl Below {
         &self.files[0].device
     }
 
+    /// The files, the nearest first. The last one can have others below it.
+    pub(crate) fn files(&self) -> impl Iterator<Item = (&BackingEntry, &Arc<dyn BlockDevice>)> {
+        let files = self.files.iter();
+        files.map(|file| (&file.entry, &file.device))
+    }
+
     /// Fills `buf` with the content at `start`, and with zeros beyond the end of the backing.
     pub(crate) fn read_at(&self, start: u64, buf: &mut [u8]) -> Result<(), Error> {
         let shown = self.shown(start, buf.len() as u64);

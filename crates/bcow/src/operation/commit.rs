@@ -22,8 +22,8 @@ use super::{Monitor, OperationError, Phase, STEP_BYTES, step};
 use crate::chain::{ChainCause, ChainProblem, Opener, Policy};
 use crate::locked::{LockFileError, LockedFile};
 use crate::{
-    BackingResolver, BlockDevice, Content, Disk, Error, Image, Mapping, OneBacking, OpenOptions,
-    Space, Storage, UnreadBackings, WritableDevice,
+    BackingResolver, BlockDevice, Content, Disk, Error, Extent, Image, Mapping, OneBacking,
+    OpenOptions, Space, Storage, UnreadBackings, WritableDevice,
 };
 
 /// The result of a commit into the backing.
@@ -229,7 +229,7 @@ pub fn commit(
         backing.resize(disk.size()).map_err(OperationError::Write)?;
         identity(None)?;
     }
-    let copied = copy(&disk, backing, monitor)?;
+    let copied = copy_own(&|at| disk.map(at), &disk, backing, monitor)?;
     monitor.phase(Phase::Sync, None);
     backing.checkpoint().map_err(OperationError::Write)?;
     identity(Some(backing.identity_hash()))?;
@@ -261,29 +261,33 @@ fn record(
     disk.set_backing(Some((entry, backing.clone())))
 }
 
-fn copy(disk: &Disk, backing: &Disk, monitor: &dyn Monitor) -> Result<u64, OperationError> {
+/// Writes the own data of `from`, whose extents are `map`, into `to`. Returns the number of bytes
+/// that were written or zeroed.
+pub(super) fn copy_own(
+    map: &dyn Fn(u64) -> Result<Extent, Error>,
+    from: &dyn BlockDevice,
+    to: &Disk,
+    monitor: &dyn Monitor,
+) -> Result<u64, OperationError> {
     let (mut at, mut copied) = (0, 0);
     let mut buffer = Vec::new();
-    while at < disk.size() {
-        let extent = disk.map(at).map_err(OperationError::Read)?;
+    while at < from.size() {
+        let extent = map(at).map_err(OperationError::Read)?;
         let end = extent.offset + extent.length;
         while at < end {
             let length = STEP_BYTES.min(end - at);
             match extent.mapping {
                 Mapping::Backing { .. } | Mapping::Hole => {}
                 Mapping::Zero => {
-                    backing
-                        .write_zeroes(at, length, Space::Free)
+                    to.write_zeroes(at, length, Space::Free)
                         .map_err(OperationError::Write)?;
                     copied += length;
                 }
                 Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
                     buffer.resize(length as usize, 0);
-                    disk.read_at(at, &mut buffer)
+                    from.read_at(at, &mut buffer)
                         .map_err(OperationError::Read)?;
-                    backing
-                        .write_at(at, &buffer)
-                        .map_err(OperationError::Write)?;
+                    to.write_at(at, &buffer).map_err(OperationError::Write)?;
                     copied += length;
                 }
             }

@@ -8,7 +8,7 @@
 //! | [`name_backing`] | makes the entry by which a disk names its backing |
 //! | [`snapshot`](snapshot()) | makes the file of a disk read-only, with a new disk over it |
 //! | [`copy_snapshot`] | makes a copy of the file of a disk read-only |
-//! | [`LiveDisk`] | does both while programs use the disk |
+//! | [`LiveDisk`] | does both while programs use the disk, and removes snapshots |
 //! | [`absorb_backing`] | copies the own data of the backing into the disk |
 //! | [`compare`] | finds the ranges in which two address spaces differ |
 //!
@@ -37,7 +37,9 @@ mod commit;
 mod compare;
 mod live;
 mod name;
+mod over;
 mod rebase;
+mod remove;
 mod rewrite;
 mod snapshot;
 
@@ -47,7 +49,9 @@ pub use commit::{CommitError, Committed, commit, commit_into_backing, open_over,
 pub use compare::{CompareError, compare};
 pub use live::LiveDisk;
 pub use name::{NameError, name_backing, require_in_reach};
+pub use over::{Over, disks_over, files_beside, is_shared, tree_over};
 pub use rebase::{rebase, rebase_reference};
+pub use remove::{RemoveError, Removed, tree_to_change};
 pub use rewrite::{RewriteOptions, WRITABLE_LOG_BYTES, rewrite};
 pub use snapshot::{
     SnapshotError, Snapshotted, absorb_backing, copy_snapshot, is_snapshot_name, remove_unfinished,

@@ -255,34 +255,94 @@ pub fn absorb_backing(
     below: u64,
     monitor: &dyn Monitor,
 ) -> Result<u64, OperationError> {
-    monitor.phase(Phase::Commit, Some(disk.size()));
-    let (mut at, mut written) = (0, 0);
-    let mut buffer = Vec::new();
-    while at < disk.size() {
-        let is_behind = at >= backing_bytes;
-        let end = if is_behind { disk.size() } else { backing_bytes.min(disk.size()) };
-        let length = STEP_BYTES.min(end - at);
-        let status = status_or_hole(disk, at, length).map_err(OperationError::Read)?;
-        let length = status.length;
-        match (status.depth, status.content) {
-            (2, Content::Data) => {
-                buffer.resize(length as usize, 0);
-                disk.read_at(at, &mut buffer)
-                    .map_err(OperationError::Read)?;
-                disk.write_at(at, &buffer).map_err(OperationError::Write)?;
-                written += length;
-            }
-            // The end of the backing hides the end of a larger file below it.
-            (depth, _) if depth == 2 || (depth != 1 && is_behind && at < below) => {
-                disk.write_zeroes(at, length, Space::Free)
-                    .map_err(OperationError::Write)?;
-                written += length;
-            }
-            _ => {}
-        }
-        step(monitor, length)?;
-        at += length;
-    }
+    let written = Absorber::new(disk, backing_bytes, below).all(monitor)?;
     disk.flush().map_err(OperationError::Write)?;
     Ok(written)
+}
+
+/// Copies data of the backing of a disk into the disk, piece by piece.
+pub(super) struct Absorber<'d> {
+    disk: &'d Disk,
+    backing_bytes: u64,
+    below: u64,
+    buffer: Vec<u8>,
+}
+
+/// A range of the disk, of at most [`STEP_BYTES`].
+pub(super) struct AbsorbedPiece {
+    at: u64,
+    pub(super) length: u64,
+    /// What there is to do, if anything.
+    pub(super) work: Option<Absorb>,
+}
+
+#[derive(Clone, Copy)]
+pub(super) enum Absorb {
+    Copy,
+    Zero,
+}
+
+impl<'d> Absorber<'d> {
+    /// As for [`absorb_backing`].
+    pub(super) fn new(disk: &'d Disk, backing_bytes: u64, below: u64) -> Self {
+        Absorber {
+            disk,
+            backing_bytes,
+            below,
+            buffer: Vec::new(),
+        }
+    }
+
+    /// Copies all. The disk is not durable afterwards.
+    pub(super) fn all(mut self, monitor: &dyn Monitor) -> Result<u64, OperationError> {
+        monitor.phase(Phase::Commit, Some(self.disk.size()));
+        let (mut at, mut written) = (0, 0);
+        while at < self.disk.size() {
+            let piece = self.piece(at)?;
+            written += self.absorb(&piece)?;
+            step(monitor, piece.length)?;
+            at += piece.length;
+        }
+        Ok(written)
+    }
+
+    /// The piece from `at` on, a place in the disk.
+    pub(super) fn piece(&self, at: u64) -> Result<AbsorbedPiece, OperationError> {
+        let is_behind = at >= self.backing_bytes;
+        let size = self.disk.size();
+        let end = if is_behind { size } else { self.backing_bytes.min(size) };
+        let length = STEP_BYTES.min(end - at);
+        let status = status_or_hole(self.disk, at, length).map_err(OperationError::Read)?;
+        let work = match (status.depth, status.content) {
+            (2, Content::Data) => Some(Absorb::Copy),
+            // The end of the backing hides the end of a larger file below it.
+            (depth, _) if depth == 2 || (depth != 1 && is_behind && at < self.below) => {
+                Some(Absorb::Zero)
+            }
+            _ => None,
+        };
+        Ok(AbsorbedPiece {
+            at,
+            length: status.length,
+            work,
+        })
+    }
+
+    /// Copies a piece. Returns the number of bytes that were written or zeroed.
+    pub(super) fn absorb(&mut self, piece: &AbsorbedPiece) -> Result<u64, OperationError> {
+        let &AbsorbedPiece { at, length, work } = piece;
+        match work {
+            None => return Ok(0),
+            Some(Absorb::Copy) => {
+                self.buffer.resize(length as usize, 0);
+                self.disk
+                    .read_at(at, &mut self.buffer)
+                    .map_err(OperationError::Read)?;
+                self.disk.write_at(at, &self.buffer)
+            }
+            Some(Absorb::Zero) => self.disk.write_zeroes(at, length, Space::Free),
+        }
+        .map_err(OperationError::Write)?;
+        Ok(length)
+    }
 }

@@ -4,6 +4,7 @@ mod faults;
 mod incomplete;
 mod kill;
 mod ledger;
+mod live;
 mod many_regions;
 mod model;
 mod operations;

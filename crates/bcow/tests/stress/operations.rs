@@ -410,7 +410,7 @@ fn a_cancelled_commit_changes_no_content_and_can_run_again() {
     assert_eq!(disk.extents().count(), 1, "it has no data of its own");
 }
 
-fn policy<'a>() -> Policy<'a> {
+pub(super) fn policy<'a>() -> Policy<'a> {
     Policy {
         directories: &[],
         digests: &NoDigests,
