@@ -6,8 +6,20 @@ use std::io::{self, Read};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
+/// Most bytes of a piece of [`copy_file_in_pieces`].
+const PIECE_BYTES: u64 = 4 << 20;
+
 /// Makes `to`, which is empty, a copy of `from`: a reflink, or a copy of the stored ranges.
-pub fn copy_file(from: &File, mut to: &File) -> io::Result<()> {
+pub fn copy_file(from: &File, to: &File) -> io::Result<()> {
+    copy_file_in_pieces(from, to, Ok)
+}
+
+/// As [`copy_file`]. Calls `copied` between any two pieces, and ends with its error.
+pub(crate) fn copy_file_in_pieces<E: From<io::Error>>(
+    from: &File,
+    mut to: &File,
+    mut copied: impl FnMut(()) -> Result<(), E>,
+) -> Result<(), E> {
     if rustix::fs::ioctl_ficlone(to, from).is_ok() {
         return Ok(());
     }
@@ -21,11 +33,13 @@ pub fn copy_file(from: &File, mut to: &File) -> io::Result<()> {
     while at < size {
         let start = seek(SeekFrom::Data(at))?;
         at = if start < size { seek(SeekFrom::Hole(start))? } else { size };
-        rustix::fs::seek(from, SeekFrom::Start(start))?;
-        rustix::fs::seek(to, SeekFrom::Start(start))?;
+        at = at.min(start + PIECE_BYTES);
+        rustix::fs::seek(from, SeekFrom::Start(start)).map_err(io::Error::from)?;
+        rustix::fs::seek(to, SeekFrom::Start(start)).map_err(io::Error::from)?;
         io::copy(&mut from.take(at - start), &mut to)?;
+        copied(())?;
     }
-    to.set_len(size)
+    Ok(to.set_len(size)?)
 }
 
 #[cfg(test)]

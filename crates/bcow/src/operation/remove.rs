@@ -26,12 +26,12 @@ use super::live::{LiveDisk, Top};
 use super::over::{Over, is_shared, tree_over};
 use super::snapshot::{Absorber, SnapshotError, snapshot_path, sync_directory_of};
 use super::{Monitor, OperationError, Phase, step};
+use crate::copy::copy_file_in_pieces;
 use crate::lock::{AloneWith, FileLock, LockError};
 use crate::locked::mark_snapshot_of;
 use crate::{
     BlockDevice, Disk, Error, FileIdentity, Image, LockFileError, LockedFile, NewFile,
-    NewFileError, OneBacking, OpenOptions, Storage, UnreadBackings, WritableDevice, copy_file,
-    snapshot_time,
+    NewFileError, OneBacking, OpenOptions, Storage, UnreadBackings, WritableDevice, snapshot_time,
 };
 
 /// A snapshot that was removed.
@@ -257,6 +257,8 @@ impl LiveDisk {
         while at < disk.size() {
             let mut piece = absorber.piece(at)?;
             if piece.work.is_some() {
+                // What the host has to read is in its cache when the gate closes.
+                absorber.read(&piece)?;
                 // No program changes the piece between the look and the copy.
                 let closed = self.close_gate();
                 if !Arc::ptr_eq(&closed.get().disk, disk) {
@@ -344,16 +346,17 @@ fn merged(
         use std::os::unix::fs::MetadataExt;
         file.metadata().map(|metadata| metadata.blocks())
     };
+    let go_on = |()| step(monitor, 0).map_err(RemoveError::Operation);
     let is_small = stored(&upper_file)? <= stored(&lower_file)?;
     let (made, bytes) = if is_small && upper.image.size() == lower.size() {
-        copy_file(&lower_file, new.file())?;
+        copy_file_in_pieces(&lower_file, new.file(), go_on)?;
         let made = writable(below.map(|(_, device)| device))?;
         monitor.phase(Phase::Commit, Some(upper.image.size()));
         let map = |at| upper.image.map(at);
         let bytes = copy_own(&map, &*upper.image, &made, monitor)?;
         (made, bytes)
     } else {
-        copy_file(&upper_file, new.file())?;
+        copy_file_in_pieces(&upper_file, new.file(), go_on)?;
         let made = writable(Some(Arc::clone(lower) as Arc<dyn BlockDevice>))?;
         let bytes = Absorber::new(&made, lower.size(), place.below_bytes()).all(monitor)?;
         made.set_backing(below)?;

@@ -328,16 +328,23 @@ impl<'d> Absorber<'d> {
         })
     }
 
+    /// Reads a piece, if it is to be copied.
+    pub(super) fn read(&mut self, piece: &AbsorbedPiece) -> Result<(), OperationError> {
+        if let Some(Absorb::Copy) = piece.work {
+            self.buffer.resize(piece.length as usize, 0);
+            let read = self.disk.read_at(piece.at, &mut self.buffer);
+            read.map_err(OperationError::Read)?;
+        }
+        Ok(())
+    }
+
     /// Copies a piece. Returns the number of bytes that were written or zeroed.
     pub(super) fn absorb(&mut self, piece: &AbsorbedPiece) -> Result<u64, OperationError> {
         let &AbsorbedPiece { at, length, work } = piece;
         match work {
             None => return Ok(0),
             Some(Absorb::Copy) => {
-                self.buffer.resize(length as usize, 0);
-                self.disk
-                    .read_at(at, &mut self.buffer)
-                    .map_err(OperationError::Read)?;
+                self.read(piece)?;
                 self.disk.write_at(at, &self.buffer)
             }
             Some(Absorb::Zero) => self.disk.write_zeroes(at, length, Space::Free),
