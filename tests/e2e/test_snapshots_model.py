@@ -180,7 +180,7 @@ class UsedDisk:
 class Uppers:
     """Uppers of a driver, which mounts use at times."""
 
-    steps = ()
+    steps = ("diff",)
     subject = "bcow"
 
     def __init__(self, test, directory, dice):
@@ -223,6 +223,23 @@ class Uppers:
             shown = tree.dump(where)
         os.unlink(made)
         return shown
+
+    def diff(self, name, state):
+        """Compares two snapshots, or one and the upper, as they are and as images."""
+        found = [f"@{snapshot}" for snapshot in snapshots(self.path(name))]
+        pair = [self.path(name) + self.dice.choice(["", *found]) for _ in range(2)]
+        images = []
+        for number, upper in enumerate(pair):
+            images.append(os.path.join(self.directory, f"flat{number}.bcow"))
+            bcow("commit", self.lower.image, "--upper", upper, "--flatten", images[-1])
+        expected = bcow("diff", *images, check=False)
+        compared = bcow("diff", self.lower.image, "--upper", pair[0], "--upper", pair[1],
+                        check=False)
+        self.test.assertEqual(compared.out.decode(), expected.out.decode(), pair)
+        self.test.assertEqual(compared.code, expected.code)
+        for image in images:
+            os.unlink(image)
+        return state
 
     def check(self, name):
         self.of(name).check()

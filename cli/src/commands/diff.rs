@@ -3,7 +3,7 @@
 mod blocks;
 
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use bcow::format::Use;
 use bcow_erofs::diff::{
@@ -46,7 +46,8 @@ use bcow_images::readable_upper::ReadableUpper;
 /// disk of `bcow create --fs ext4` that shows A. The command reads only directories that the upper
 /// changes. Layers (--layer) are on top of A. UPPER can also be the directory of a mount, or a
 /// snapshot, UPPER@NAME. If the upper or the disk is in use, the process that uses it takes a
-/// snapshot, which the command reads and removes.
+/// snapshot, which the command reads and removes. With two --upper, the command compares what both
+/// show, for example two snapshots of a mount.
 ///
 /// On a terminal, the command quotes unusual names as GNU ls does; otherwise it prints the bytes of
 /// a name unchanged.
@@ -71,9 +72,10 @@ pub struct Args {
     #[arg(value_parser = NameParser(IMAGE))]
     b: Option<Name>,
     /// Compare A with A plus the changes in this upper of a writable mount of A, or in this disk of
-    /// `bcow create --fs ext4`; both also while they are mounted
+    /// `bcow create --fs ext4`; both also while they are mounted. Given twice, compare A plus the
+    /// changes in the first with A plus the changes in the second
     #[arg(long, value_name = "UPPER|DISK|DIR", value_hint = clap::ValueHint::AnyPath)]
-    upper: Option<PathBuf>,
+    upper: Vec<PathBuf>,
     /// Print the sizes of what the upper stores for each file, the largest first
     #[arg(long, requires = "upper", conflicts_with_all = ["summary", "null"])]
     stat: bool,
@@ -115,9 +117,10 @@ fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
     let image = OpenImage::open(&args.a, &args.layers.layers, &args.stores)?;
     let is_disk = |image: &OpenImage| image.image().header().purpose != Use::Image;
     let Some(b) = &args.b else {
-        return match &args.upper {
-            Some(upper) => compare_upper(args, &image, upper, ui),
-            None => Err(CommandError::usage("missing the second image")),
+        return match &args.upper[..] {
+            [] => Err(CommandError::usage("missing the second image")),
+            [_] | [_, _] => compare_uppers(args, &image, &args.upper, ui),
+            [..] => Err(CommandError::usage("more than two --upper")),
         };
     };
     let other = OpenImage::open_second(b, &args.stores)?;
@@ -136,17 +139,21 @@ fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
     )
 }
 
-/// Whether the upper has no changes to its image.
-fn compare_upper(
+/// Whether an upper has no changes to its image, or two uppers have the same changes.
+fn compare_uppers(
     args: &Args,
     image: &OpenImage,
-    upper: &Path,
+    uppers: &[PathBuf],
     ui: &Ui,
 ) -> Result<bool, CommandError> {
     // Before the snapshot of an upper in use, which has to be removed.
     let interrupt = Interrupt::catch();
-    let upper = ReadableUpper::find(upper, ui)?;
-    let [a, b] = changes::trees(image, &upper, &args.stores, ui)?;
+    let find = |upper: &PathBuf| ReadableUpper::find(upper, ui);
+    let found: Vec<_> = uppers.iter().map(find).collect::<Result<_, _>>()?;
+    let [a, b] = match &found[..] {
+        [first, second] => changes::trees_of_two(image, [first, second], &args.stores, ui)?,
+        found => changes::trees(image, &found[0], &args.stores, ui)?,
+    };
     let known_same = |here, there, length| match lower_offset(here) {
         Some(offset) if lower_offset(there) == Some(offset) => length,
         _ => 0,

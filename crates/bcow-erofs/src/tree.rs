@@ -228,6 +228,14 @@ impl LayerTree {
         id
     }
 
+    /// The targets of the links to files of the layers below.
+    pub fn lower_links(&self) -> impl Iterator<Item = &[u8]> {
+        self.nodes.iter().filter_map(|node| match &node.kind {
+            NodeKind::LowerLink(target) => Some(&**target),
+            _ => None,
+        })
+    }
+
     /// The directory's entry `name`; `None` if there is no such entry, or if `dir` is not a
     /// directory.
     pub fn child(&self, dir: NodeId, name: &[u8]) -> Option<NodeId> {

@@ -497,7 +497,8 @@ impl DiskSnapshots {
             let _ = rustix::io::dup3(file, &mut new_files.file, DupFlags::CLOEXEC);
             is_replaced(files.insert(new_files));
         };
-        self.while_frozen(freezer, || disk.snapshot(name, note, ledger, replace))
+        let taken = self.while_frozen(freezer, || disk.snapshot(name, note, ledger, replace))?;
+        Ok(taken.path.clone())
     }
 
     /// Makes a copy of the disk the snapshot `name`, as [`LiveDisk::copy`], while the file system
@@ -538,12 +539,14 @@ impl DiskSnapshots {
         }
     }
 
-    fn while_frozen(
+    fn while_frozen<T>(
         &self,
         freezer: impl FnOnce(&Path, &str) -> io::Result<Freezer>,
-        take: impl FnOnce() -> Result<PathBuf, SnapshotError>,
-    ) -> Result<PathBuf, MountError> {
+        take: impl FnOnce() -> Result<T, SnapshotError>,
+    ) -> Result<T, MountError> {
         self.require_space()?;
+        let prepared = self.disk()?.prepare().map_err(SnapshotError::Disk);
+        prepared.map_err(MountError::Snapshot)?;
         let place = &self.mount.place;
         let freezer = freezer(&place.target, place.device.as_deref().unwrap_or_default());
         let taken =
@@ -570,9 +573,7 @@ impl DiskStopper {
     /// follows has less to do and rarely fails.
     pub fn prepare(&self) -> Result<(), MountError> {
         match self.disk.upgrade() {
-            Some(disk) => disk
-                .with(Disk::checkpoint)
-                .map_err(MountError::close_disk(&self.path)),
+            Some(disk) => disk.prepare().map_err(MountError::close_disk(&self.path)),
             // The session has ended.
             None => Ok(()),
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bcow::OpenOptions;
 use bcow_erofs::merge::merge;
+use bcow_erofs::tree::LayerTree;
 use bcow_ext4::ReadError;
 use bcow_oci::Limits;
 use bcow_union::offline::{Changes, ChangesError, Problem, Scope};
@@ -24,7 +25,7 @@ pub fn read(
     image: &OpenImage,
     upper: &ReadableUpper,
     stores: &StoreArgs,
-    scope: Scope,
+    scope: Scope<'_>,
     messages: &dyn Messages,
 ) -> Result<Changes, CommandError> {
     let (upper, snapshot) = (&*upper.path, upper.snapshot.as_deref());
@@ -66,14 +67,44 @@ pub fn trees(
     messages: &dyn Messages,
 ) -> Result<[Tree; 2], CommandError> {
     let changes = read(image, upper, stores, Scope::Touched, messages)?;
-    let upper = &*upper.path;
-    let before = merge(vec![changes.touched.clone()]).joined(upper)?;
-    let after = merge(vec![changes.touched, changes.layer]).joined(upper)?;
-    let tree = |name: &Path, tree| {
-        let spliced = changes.store.filesystem(tree).joined(upper)?;
-        Ok::<_, CommandError>(Tree::new(name, spliced.filesystem))
-    };
-    Ok([tree(image.path(), &before)?, tree(upper, &after)?])
+    let before = tree(image.path(), &changes, vec![changes.touched.clone()], upper)?;
+    Ok([before, changed_tree(changes, upper)?])
+}
+
+/// The trees of the directories that one of two uppers changes: with the changes of each.
+pub fn trees_of_two(
+    image: &OpenImage,
+    uppers: [&ReadableUpper; 2],
+    stores: &StoreArgs,
+    messages: &dyn Messages,
+) -> Result<[Tree; 2], CommandError> {
+    let read = |upper, scope| read(image, upper, stores, scope, messages);
+    let paths = read(uppers[1], Scope::Layer)?.layer;
+    let first = read(uppers[0], Scope::TouchedByBoth(&paths))?;
+    let second = read(uppers[1], Scope::TouchedByBoth(&first.layer))?;
+    Ok([
+        changed_tree(first, uppers[0])?,
+        changed_tree(second, uppers[1])?,
+    ])
+}
+
+/// What the changes touch, with the changes.
+fn changed_tree(mut changes: Changes, upper: &ReadableUpper) -> Result<Tree, CommandError> {
+    let take = |tree| std::mem::replace(tree, LayerTree::new());
+    let layers = vec![take(&mut changes.touched), take(&mut changes.layer)];
+    tree(&upper.path, &changes, layers, upper)
+}
+
+/// The layers of the changes as one tree, which is called `name`.
+fn tree(
+    name: &Path,
+    changes: &Changes,
+    layers: Vec<LayerTree>,
+    upper: &ReadableUpper,
+) -> Result<Tree, CommandError> {
+    let merged = merge(layers).joined(&upper.path)?;
+    let spliced = changes.store.filesystem(&merged).joined(&upper.path)?;
+    Ok(Tree::new(name, spliced.filesystem))
 }
 
 fn cannot_read(upper: &Path, image: &OpenImage, error: &ChangesError) -> CommandError {

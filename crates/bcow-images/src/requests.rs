@@ -110,8 +110,10 @@ fn request(
         copy: asked == Asked::Copy,
         remove: asked == Asked::Remove,
     };
-    // The process cannot do this: the kernel sends it what programs wrote to maps.
-    let has_changes = service.kind == "mount" && asked != Asked::Remove;
+    // The process of a mount with the FUSE driver cannot do this: the kernel sends it what programs
+    // wrote to maps. With the kernel driver, the process that freezes the file system does.
+    let is_fuse = service.kind == "mount" && service.descriptor.is_none();
+    let has_changes = is_fuse && asked != Asked::Remove;
     for mountpoint in service.at.iter().filter(|_| has_changes) {
         File::open(mountpoint)
             .and_then(|root| Ok(rustix::fs::syncfs(root)?))

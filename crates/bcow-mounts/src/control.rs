@@ -210,7 +210,10 @@ impl Live for ServedDisk {
 
     fn snapshot(&self, name: &str) -> Result<(), CommandError> {
         let note = lock_note(self.command);
-        self.take(|disk| disk.snapshot(name, &note, None, |_| ()))
+        self.take(|disk| {
+            let taken = disk.snapshot(name, &note, None, |_| ())?;
+            Ok(taken.path.clone())
+        })
     }
 
     fn copy(&self, name: &str) -> Result<(), CommandError> {

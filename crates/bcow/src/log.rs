@@ -86,10 +86,23 @@ struct Log<'a> {
 }
 
 impl Log<'_> {
+    /// Whether `bytes` bytes from `at` on are in the buffer.
+    fn holds(&self, at: u64, bytes: u64) -> bool {
+        at >= self.at && at + bytes <= self.at + self.buffer.len() as u64
+    }
+
+    /// The first place of a record from `at` on that is not in a hole of the file, or the end of
+    /// the log.
+    fn data_from(&self, at: u64) -> u64 {
+        let found = self.storage.data_from(self.start + at);
+        let skipped = found.saturating_sub(self.start + at).min(self.bytes - at);
+        // A record that begins in the hole would begin with zeros.
+        at + skipped - skipped % RECORD_ALIGN_BYTES as u64
+    }
+
     /// Returns `bytes` bytes of the log from `at` on; the range lies inside the log.
     fn get(&mut self, at: u64, bytes: u64) -> Result<&[u8], Error> {
-        let held = self.at..self.at + self.buffer.len() as u64;
-        if at < held.start || at + bytes > held.end {
+        if !self.holds(at, bytes) {
             let take = bytes.max(READ_BYTES).min(self.bytes - at);
             self.buffer.resize(take as usize, 0);
             self.at = at;
@@ -136,6 +149,13 @@ fn next_record(
 fn check_end(log: &mut Log<'_>, header: &Header, end: &Replayed) -> Result<(), Error> {
     let mut at = end.tail + RECORD_ALIGN_BYTES as u64;
     while at + RECORD_HEADER_BYTES as u64 <= log.bytes {
+        if !log.holds(at, RECORD_HEADER_BYTES as u64) {
+            // Most of the log of a new disk was never written.
+            at = log.data_from(at);
+            if at + RECORD_HEADER_BYTES as u64 > log.bytes {
+                break;
+            }
+        }
         let bytes = log.get(at, RECORD_HEADER_BYTES as u64)?;
         if let Some(later) = RecordPrefix::read(bytes, header.generation)
             && later.sequence > end.next_sequence
@@ -317,6 +337,27 @@ mod tests {
                 .write_at(LOG + at, &bytes[..most.min(bytes.len())])
                 .unwrap();
             assert_eq!(replay(&storage, &header()).is_err(), is_found);
+        }
+    }
+
+    #[test]
+    fn a_later_record_behind_a_hole_is_found() {
+        use std::os::unix::fs::FileExt;
+
+        let header = Header {
+            log: (LOG, 8 << 20),
+            ..header()
+        };
+        let bytes = encode_record(&record(9), &header);
+        // In front of the first byte of a page, and behind it.
+        for at in [1 << 20, (3 << 20) - 16, (8 << 20) - RECORD] {
+            let storage = tempfile::tempfile().unwrap();
+            FileExt::write_at(&storage, &[0xAA; 16], LOG).unwrap();
+            storage.set_len(LOG + (16 << 20)).unwrap();
+            assert_eq!(replay(&storage, &header).unwrap().last_sequence(), 0);
+            FileExt::write_at(&storage, &bytes, LOG + at).unwrap();
+            let error = replay(&storage, &header).unwrap_err().to_string();
+            assert!(error.ends_with(&format!("record 9 follows at byte {}", LOG + at)));
         }
     }
 

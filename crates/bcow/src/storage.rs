@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
 use crate::Error;
@@ -38,6 +38,11 @@ pub trait Storage: Send + Sync {
     /// zeros ahead in such a storage.
     fn prefers_written_space(&self) -> bool {
         false
+    }
+    /// The first byte from `offset` on that is not in a hole, as far as the storage can tell: all
+    /// bytes before it are zeros, or beyond the end.
+    fn data_from(&self, offset: u64) -> u64 {
+        offset
     }
     /// The host file behind the storage, if there is one. Storages with the same identity have the
     /// same bytes.
@@ -145,6 +150,13 @@ impl Storage for File {
         const XFS: u64 = 0x5846_5342;
         let kind = rustix::fs::fstatfs(self).map(|found| found.f_type as u64);
         kind.is_ok_and(|kind| [EXT4, XFS].contains(&kind))
+    }
+    fn data_from(&self, offset: u64) -> u64 {
+        match rustix::fs::seek(self, SeekFrom::Data(offset)) {
+            Ok(found) => found,
+            Err(Errno::NXIO) => u64::MAX,
+            Err(_) => offset,
+        }
     }
     fn identity(&self) -> Option<FileIdentity> {
         let metadata = self.metadata().ok()?;

@@ -224,21 +224,40 @@ impl<'r> Builder<'r> {
         std::mem::take(&mut self.tree)
     }
 
-    /// Builds a tree of the image's objects at the paths of `layer`, with the targets of its
-    /// links.
-    pub(super) fn touched(&mut self, layer: &LayerTree) -> Result<(), ChangesError> {
+    /// Builds a tree of the image's objects at the paths of `layers`, with the targets of their
+    /// links. The first layer is the one that was read.
+    pub(super) fn touched(&mut self, layers: &[&LayerTree]) -> Result<(), ChangesError> {
+        for layer in &layers[1..] {
+            self.linked.extend(layer.lower_links().map(<[u8]>::to_vec));
+        }
         let root = self.lower.inode(self.lower.root()).map_err(below(b""))?;
         *self.tree.node_mut(LayerTree::ROOT) = self.lower_directory(&root).map_err(at(b""))?;
-        let mut pending = vec![(LayerTree::ROOT, LayerTree::ROOT, root, Vec::new())];
+        let roots: Vec<_> = layers
+            .iter()
+            .map(|&layer| (layer, LayerTree::ROOT))
+            .collect();
+        let mut pending = vec![(roots, LayerTree::ROOT, root, Vec::new())];
         while let Some((there, here, lower, path)) = pending.pop() {
-            let NodeKind::Directory(directory) = &layer.node(there).kind else {
-                continue;
-            };
-            if directory.opaque {
+            let directories = there.iter().filter_map(|&(layer, node)| {
+                let NodeKind::Directory(directory) = &layer.node(node).kind else {
+                    return None;
+                };
+                Some((layer, directory))
+            });
+            let directories: Vec<_> = directories.collect();
+            // What is in the place of a directory hides all that is below it.
+            let hides = |(_, directory): &(_, &Directory)| directory.opaque;
+            if directories.len() < there.len() || directories.iter().any(hides) {
                 self.list(here, lower, path)?;
                 continue;
             }
-            for (name, &child) in &directory.children {
+            let mut changed: BTreeMap<&[u8], Vec<(&LayerTree, NodeId)>> = BTreeMap::new();
+            for (layer, directory) in directories {
+                for (name, &child) in &directory.children {
+                    changed.entry(name).or_default().push((layer, child));
+                }
+            }
+            for (name, there) in changed {
                 let path = join(&path, name);
                 let Some(entry) = self.lower.lookup(&lower, name).map_err(below(&path))? else {
                     continue;
@@ -252,11 +271,7 @@ impl<'r> Builder<'r> {
                 let node = self.lower_directory(&inode).map_err(at(&path))?;
                 let node = self.add(node).map_err(at(&path))?;
                 self.tree.insert(here, name, node);
-                if matches!(layer.node(child).kind, NodeKind::Directory(_)) {
-                    pending.push((child, node, inode, path));
-                } else {
-                    self.list(node, inode, path)?;
-                }
+                pending.push((there, node, inode, path));
             }
         }
         for path in std::mem::take(&mut self.linked) {

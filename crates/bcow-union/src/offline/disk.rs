@@ -46,7 +46,7 @@ impl Changes {
         disk: DiskOverView,
         lower: Arc<Filesystem>,
         device: Arc<dyn BlockDevice>,
-        scope: Scope,
+        scope: Scope<'_>,
         max_inodes: u64,
     ) -> Result<Changes, ChangesError> {
         let here = at(b"");

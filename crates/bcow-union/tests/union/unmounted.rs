@@ -39,12 +39,12 @@ impl Union {
         UpperReader::open(&self.upper()).unwrap()
     }
 
-    pub fn try_changes(&self, scope: Scope) -> Result<Changes, ChangesError> {
+    pub fn try_changes(&self, scope: Scope<'_>) -> Result<Changes, ChangesError> {
         let (fs, device) = (self.image().filesystem(), self.image().device());
         Changes::read(&self.reader(), fs, device, scope, MAX_INODES)
     }
 
-    pub fn changes(&self, scope: Scope) -> Changes {
+    pub fn changes(&self, scope: Scope<'_>) -> Changes {
         self.try_changes(scope).unwrap()
     }
 

@@ -43,11 +43,13 @@ impl<T> Closed<'_, T> {
         &self.0[0]
     }
 
-    /// Replaces the state that later operations see.
-    pub(crate) fn replace(&mut self, inside: T) {
+    /// Replaces the state that later operations see. Returns the earlier one.
+    pub(crate) fn replace(&mut self, inside: T) -> Arc<T> {
         let inside = Arc::new(inside);
+        let earlier = Arc::clone(&self.0[0]);
         for shard in &mut self.0 {
             **shard = Arc::clone(&inside);
         }
+        earlier
     }
 }

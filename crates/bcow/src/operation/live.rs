@@ -29,6 +29,14 @@ pub(super) struct Top {
     pub(super) height: AtomicU32,
 }
 
+/// A snapshot that was taken. Dropping this releases the tables of the earlier disk, which takes
+/// the longer the more was written: no operation should wait for it.
+pub struct Taken {
+    /// The path of the snapshot.
+    pub path: PathBuf,
+    _earlier: Arc<Top>,
+}
+
 impl LiveDisk {
     /// The disk in a locked file, with `height` files below it.
     pub fn new(disk: Disk, file: LockedFile, height: u32) -> Self {
@@ -84,8 +92,14 @@ impl LiveDisk {
         metadata.is_ok_and(|metadata| metadata.nlink() == 0)
     }
 
-    /// Makes the present content the snapshot `name`, as [`snapshot`]. Returns the path of the
-    /// snapshot. After a failure, the disk continues with its file.
+    /// Makes all that was written durable, and writes the tables. So there is little left to do in
+    /// a snapshot that follows, for which the operations have to wait.
+    pub fn prepare(&self) -> Result<(), Error> {
+        self.with(Disk::checkpoint)
+    }
+
+    /// Makes the present content the snapshot `name`, as [`snapshot`]. After a failure, the disk
+    /// continues with its file.
     ///
     /// From now on, the disk has `ledger`. `is_replaced` is called with its new file, before any
     /// operation continues.
@@ -95,26 +109,28 @@ impl LiveDisk {
         note: &str,
         ledger: Option<Arc<Ledger>>,
         is_replaced: impl FnOnce(&File),
-    ) -> Result<PathBuf, SnapshotError> {
-        // Most data is durable before the operations have to wait.
-        self.flush().map_err(SnapshotError::Disk)?;
+    ) -> Result<Taken, SnapshotError> {
+        self.prepare().map_err(SnapshotError::Disk)?;
         let mut closed = self.gate.close();
         let top = closed.get();
         let height = top.height.load(Ordering::Relaxed);
         let Snapshotted { disk, file, path } =
             snapshot(&top.disk, &top.file, name, height, note, ledger)?;
         is_replaced(file.file());
-        closed.replace(Top {
+        let earlier = closed.replace(Top {
             disk: Arc::new(disk),
             file,
             height: (height + 1).into(),
         });
-        Ok(path)
+        Ok(Taken {
+            path,
+            _earlier: earlier,
+        })
     }
 
     /// Makes a copy of the disk the snapshot `name`, as [`copy_snapshot`].
     pub fn copy(&self, name: &str) -> Result<PathBuf, SnapshotError> {
-        self.flush().map_err(SnapshotError::Disk)?;
+        self.prepare().map_err(SnapshotError::Disk)?;
         let closed = self.gate.close();
         let top = closed.get();
         copy_snapshot(&top.disk, &top.file, name)

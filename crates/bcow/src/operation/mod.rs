@@ -47,7 +47,7 @@ use crate::Error;
 
 pub use commit::{CommitError, Committed, commit, commit_into_backing, open_over, record_identity};
 pub use compare::{CompareError, compare};
-pub use live::LiveDisk;
+pub use live::{LiveDisk, Taken};
 pub use name::{NameError, name_backing, require_in_reach};
 pub use over::{Over, disks_over, files_beside, is_shared, tree_over};
 pub use rebase::{rebase, rebase_reference};

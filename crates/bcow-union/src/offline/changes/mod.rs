@@ -32,7 +32,7 @@ pub struct Changes {
     /// The layer over the image. Contents are addresses of [`Changes::store`].
     pub layer: LayerTree,
     /// The image's objects at the paths of the layer, with everything below removed or hidden
-    /// directories. A comparison needs them. Empty unless [`Scope::Touched`] was requested.
+    /// directories. A comparison needs them. Empty with [`Scope::Layer`].
     pub touched: LayerTree,
     /// The content.
     pub store: Arc<Store>,
@@ -44,12 +44,15 @@ pub struct Changes {
 }
 
 /// The extent of a read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scope {
+#[derive(Debug, Clone, Copy)]
+pub enum Scope<'a> {
     /// The layer only.
     Layer,
     /// Also the image's objects at the paths of the layer.
     Touched,
+    /// Also the image's objects at the paths of the layer and of this one, which another upper of
+    /// the image makes.
+    TouchedByBoth(&'a LayerTree),
 }
 
 impl Changes {
@@ -60,7 +63,7 @@ impl Changes {
         upper: &UpperReader,
         lower: Arc<Filesystem>,
         device: Arc<dyn BlockDevice>,
-        scope: Scope,
+        scope: Scope<'_>,
         max_inodes: u64,
     ) -> Result<Changes, ChangesError> {
         let root = open_directory_beneath(upper.root(), b"");
@@ -92,15 +95,17 @@ impl Changes {
     /// the content that is not the image's.
     pub(super) fn of(
         mut builder: Builder<'_>,
-        scope: Scope,
+        scope: Scope<'_>,
         lower: Arc<Filesystem>,
         device: Arc<dyn BlockDevice>,
         place: PiecePlace,
         index: BTreeMap<u64, NodeId>,
     ) -> Result<Changes, ChangesError> {
         let layer = builder.take();
-        if scope == Scope::Touched {
-            builder.touched(&layer)?;
+        match scope {
+            Scope::Layer => {}
+            Scope::Touched => builder.touched(&[&layer])?,
+            Scope::TouchedByBoth(other) => builder.touched(&[&layer, other])?,
         }
         Ok(Changes {
             layer,
