@@ -7,6 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
+use bcow::chain::MAX_DEPTH;
 use bcow::format::{BackingName, Stored};
 use bcow::{BlockDevice, Error, Image, Mapping};
 use serde_json::Value;
@@ -19,8 +20,6 @@ const MAX_RANGES: usize = 1 << 16;
 const SECTOR_BYTES: u64 = 4096;
 /// The greatest number of extents that are looked up, as a list may name the same ones repeatedly.
 const MAX_EXTENTS: usize = 1 << 20;
-/// Images below images, at most (spec section 8).
-const MAX_DEPTH: u32 = 64;
 
 /// An image, with the images whose blocks it shows.
 pub struct Shown {

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use bcow::chain::MAX_DEPTH;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BlockDevice, ImageWriter, MemoryStorage, OpenOptions, Storage, Verify, WriterOptions};
 use bcow_oci::store::{
@@ -280,13 +281,14 @@ fn backing_files_of_layers_are_found_the_same_way() {
 }
 
 #[test]
-fn chains_end_at_64_files() {
+fn chains_end_at_the_limit() {
+    let most = MAX_DEPTH as usize;
     let mut layers = vec![layer(b"lowest")];
-    for depth in 1..65 {
+    for depth in 1..=most {
         let below = layers.last().unwrap().clone();
         layers.push(make(format!("{depth}").as_bytes(), &[&below], &[]));
     }
-    for (count, works) in [(64, true), (65, false)] {
+    for (count, works) in [(most, true), (most + 1, false)] {
         // The stack may name its layers in any order.
         for listed in [
             layers[..count].iter().collect::<Vec<_>>(),
