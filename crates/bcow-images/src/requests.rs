@@ -82,14 +82,15 @@ pub fn ask_to_remove(
     shown: impl fmt::Display,
     name: &str,
 ) -> Result<Option<Removed>, CommandError> {
-    let answer = request(path, shown, name, Asked::Remove)?;
-    Ok(answer.map(|answer| match answer {
-        SnapshotAnswer::Removed { into, bytes } => Removed { into, bytes },
-        SnapshotAnswer::Done | SnapshotAnswer::Failed(_) => Removed {
-            into: None,
-            bytes: 0,
-        },
-    }))
+    let answer = request(path, &shown, name, Asked::Remove)?;
+    let removed = answer.map(|answer| match answer {
+        SnapshotAnswer::Removed { into, bytes } => Ok(Removed { into, bytes }),
+        SnapshotAnswer::Failed(error) => Err(error),
+        SnapshotAnswer::Done => Err(CommandError::new(format!(
+            "the process that serves {shown} cannot remove snapshots"
+        ))),
+    });
+    removed.transpose()
 }
 
 fn request(

@@ -150,9 +150,11 @@ struct Client<'s>(&'s UnixStream);
 
 impl Monitor for Client<'_> {
     fn is_cancelled(&self) -> bool {
-        let mut end = [PollFd::new(self.0, PollFlags::RDHUP)];
+        // The kernel reports this end without being asked. A client that only sends nothing more
+        // still waits for the answer.
+        let mut end = [PollFd::new(self.0, PollFlags::empty())];
         let ready = rustix::event::poll(&mut end, Some(&Timespec::default()));
-        ready.is_ok() && !end[0].revents().is_empty()
+        ready.is_ok() && end[0].revents().contains(PollFlags::HUP)
     }
 }
 
@@ -233,7 +235,9 @@ impl ServedDisk {
         take: impl FnOnce(&LiveDisk) -> Result<PathBuf, SnapshotError>,
     ) -> Result<(), CommandError> {
         let disk = self.disk.upgrade().ok_or_else(has_ended)?;
-        let path = take(&disk).map_err(|error| cannot_snapshot(&self.name, &error))?;
+        let taken = disk.prepare().map_err(SnapshotError::Disk);
+        let taken = taken.and_then(|()| take(&disk));
+        let path = taken.map_err(|error| cannot_snapshot(&self.name, &error))?;
         tracing::info!(
             "{}: its content is the snapshot {}",
             self.name,

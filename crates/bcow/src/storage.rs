@@ -152,6 +152,8 @@ impl Storage for File {
         kind.is_ok_and(|kind| [EXT4, XFS].contains(&kind))
     }
     fn data_from(&self, offset: u64) -> u64 {
+        // This moves the offset of the open file, which only a copy of the file uses (copy.rs). It
+        // is copied while no operation is in progress, and is not opened as a disk meanwhile.
         match rustix::fs::seek(self, SeekFrom::Data(offset)) {
             Ok(found) => found,
             Err(Errno::NXIO) => u64::MAX,

@@ -92,8 +92,8 @@ impl LiveDisk {
         metadata.is_ok_and(|metadata| metadata.nlink() == 0)
     }
 
-    /// Makes all that was written durable, and writes the tables. So there is little left to do in
-    /// a snapshot that follows, for which the operations have to wait.
+    /// Makes all that was written durable, and writes the tables, while operations continue. So
+    /// there is little left to do in a snapshot that follows, for which they have to wait.
     pub fn prepare(&self) -> Result<(), Error> {
         self.with(Disk::checkpoint)
     }
@@ -110,7 +110,6 @@ impl LiveDisk {
         ledger: Option<Arc<Ledger>>,
         is_replaced: impl FnOnce(&File),
     ) -> Result<Taken, SnapshotError> {
-        self.prepare().map_err(SnapshotError::Disk)?;
         let mut closed = self.gate.close();
         let top = closed.get();
         let height = top.height.load(Ordering::Relaxed);
@@ -130,7 +129,6 @@ impl LiveDisk {
 
     /// Makes a copy of the disk the snapshot `name`, as [`copy_snapshot`].
     pub fn copy(&self, name: &str) -> Result<PathBuf, SnapshotError> {
-        self.prepare().map_err(SnapshotError::Disk)?;
         let closed = self.gate.close();
         let top = closed.get();
         copy_snapshot(&top.disk, &top.file, name)
