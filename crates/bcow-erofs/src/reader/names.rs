@@ -6,9 +6,14 @@ use std::ops::ControlFlow;
 use super::walk::MAX_DEPTH;
 use super::{FileType, Filesystem, Nid};
 
+/// Blocks without a further name that an index reads at most. The size of a damaged directory can
+/// be 2^63, without a byte of content.
+const MAX_FRUITLESS: usize = 1 << 16;
+
 /// An index of the names of a tree, or of its readable part, for paths in messages.
 ///
-/// The constructor reads all directories. It skips damaged blocks and directories that occur twice.
+/// The constructor reads all directories. It skips damaged blocks and directories that occur twice,
+/// and ends after [`MAX_FRUITLESS`] blocks of these kinds.
 #[derive(Debug)]
 pub struct PathIndex {
     root: Nid,
@@ -36,6 +41,7 @@ impl PathIndex {
         };
         let mut seen = HashSet::from([fs.root()]);
         let mut directories = vec![fs.root()];
+        let mut fruitless = 0;
         'all: while let Some(parent) = directories.pop() {
             let Ok(inode) = fs.inode(parent) else {
                 continue;
@@ -46,6 +52,7 @@ impl PathIndex {
             let block_bytes = u64::from(fs.superblock().block_bytes);
             for block in 0..inode.size.div_ceil(block_bytes) {
                 let mut is_full = false;
+                let known = index.entries.len();
                 // A damaged block hides only its own names.
                 let _ = fs.read_dir(&inode, block * block_bytes, &mut |entry| {
                     let next = if entry.next_cookie < (block + 1) * block_bytes {
@@ -71,7 +78,8 @@ impl PathIndex {
                     }
                     next
                 });
-                if is_full {
+                fruitless += usize::from(index.entries.len() == known);
+                if is_full || fruitless > MAX_FRUITLESS {
                     break 'all;
                 }
             }
