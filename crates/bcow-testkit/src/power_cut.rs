@@ -302,6 +302,9 @@ impl Storage for PowerCut {
         log.push(Operation::Punch(offset, bytes));
         self.content.punch(offset, bytes)
     }
+    fn data_from(&self, offset: u64) -> u64 {
+        self.content.data_from(offset)
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! A new disk of 1 TB has 262,144 regions and a root table of 4 MiB. Most of the cost of its
 //! opening is to read that table, so it is read in small pieces, and absent ones are dropped.
 
-use std::ops::Index;
+use std::ops::{Index, Range};
 
 use bcow_format::{
     BackingEntry, Crc32c, ENTRY_BYTES, Entry, FormatError, Header, SectionKind, check_window,
@@ -15,6 +15,8 @@ use crate::checked::CheckedFile;
 
 /// Number of entries in a piece.
 const PIECE: usize = 256;
+/// Length in bytes of a run of zeros for which a look at the file is worthwhile.
+const LEAST_HOLE: usize = 32 << 10;
 /// Number of pieces per read.
 const READ_PIECES: usize = 64;
 
@@ -107,6 +109,21 @@ impl Root {
             .filter_map(|(first, piece)| Some((first, piece.as_ref()?)))
             .flat_map(|(first, piece)| (first..).zip(piece.iter().copied()))
             .filter(|(_, entry)| *entry != Entry::Absent)
+    }
+
+    /// Parts of the encoded table of absent entries, which are zeros. Short ones are left out.
+    pub(crate) fn absent_parts(&self) -> impl Iterator<Item = Range<usize>> {
+        const PIECE_BYTES: usize = PIECE * ENTRY_BYTES;
+        let runs = self.pieces.chunk_by(|a, b| a.is_none() == b.is_none());
+        let parts = runs.scan(0, |at, run| {
+            let start = *at;
+            *at += run.len() * PIECE_BYTES;
+            Some((run[0].is_none(), start..*at))
+        });
+        let bytes = self.len * ENTRY_BYTES;
+        parts
+            .filter(|(is_absent, part)| *is_absent && part.len() >= LEAST_HOLE)
+            .map(move |(_, part)| part.start..part.end.min(bytes))
     }
 
     /// The encoded table.

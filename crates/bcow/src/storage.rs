@@ -254,4 +254,12 @@ impl Storage for MemoryStorage {
         }
         Ok(())
     }
+    fn data_from(&self, offset: u64) -> u64 {
+        let all = self.bytes();
+        let rest = all.get(offset as usize..).unwrap_or_default();
+        match rest.iter().position(|&byte| byte != 0) {
+            Some(zeros) => offset + zeros as u64,
+            None => u64::MAX,
+        }
+    }
 }

@@ -1,10 +1,11 @@
 //! Checkpoint: records become tables, and the log starts over (spec section 10, "Checkpoint").
 
+use std::iter;
 use std::ops::Range;
 
 use bcow_format::{
-    Entry, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section, encode_free,
-    encode_table,
+    Entry, FormatError, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section,
+    encode_free, encode_table,
 };
 
 use super::blocks::Blocks;
@@ -126,12 +127,32 @@ impl Inner {
         bytes: &[u8],
         change: &mut Change,
     ) -> Result<Section, Error> {
+        self.write_section_except(iter::empty(), bytes, change)
+    }
+
+    /// Writes a section of which `zeros` are parts, in order, that need not be written where the
+    /// file has a hole already: the first root table of a large disk is mostly zeros.
+    fn write_section_except(
+        &self,
+        zeros: impl Iterator<Item = Range<usize>>,
+        bytes: &[u8],
+        change: &mut Change,
+    ) -> Result<Section, Error> {
         if bytes.is_empty() {
             return Ok(Section::default());
         }
         let piece = self.space.allocate_section(bytes.len() as u64)?;
         change.used.push(piece.start..piece.start + piece.bytes);
-        self.write_storage(piece.start, bytes)?;
+        let mut written = 0;
+        for part in zeros {
+            let data = self.file.storage.data_from(piece.start + part.start as u64);
+            if data >= piece.start + part.end as u64 {
+                let before = &bytes[written..part.start];
+                self.write_storage(piece.start + written as u64, before)?;
+                written = part.end;
+            }
+        }
+        self.write_storage(piece.start + written as u64, &bytes[written..])?;
         Ok(Section::of(piece.start, bytes))
     }
 
@@ -155,10 +176,16 @@ impl Inner {
         change: &mut Change,
     ) -> Result<Prepared, Error> {
         let old = &committer.header;
+        // Only a forged file has the greatest one.
+        let Some(generation) = old.generation.checked_add(1) else {
+            let (field, problem) = ("generation", "no greater one is possible".to_owned());
+            return Err(FormatError::HeaderField { field, problem }.into());
+        };
         for section in [&old.root, &old.free] {
             change.freed.push(section_range(section));
         }
-        header.root = self.write_section(&root.encode(), change)?;
+        let zeros = root.absent_parts();
+        header.root = self.write_section_except(zeros, &root.encode(), change)?;
         let mut free = committer.free.clone();
         let mut end = committer.file_bytes;
         let mut used: Vec<Range<u64>> = mapped.collect();
@@ -179,7 +206,7 @@ impl Inner {
             self.write_storage(own, &bytes)?;
             Section::of(own, &bytes)
         };
-        header.generation = old.generation + 1;
+        header.generation = generation;
         header.file_bytes = end;
         // A section has to lie inside the file, even if its last sector is not filled.
         self.lengthen(end)?;

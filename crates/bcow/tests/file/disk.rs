@@ -2,6 +2,7 @@
 //! again.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bcow::{
     BlockDevice, Content, CreateOptions, Disk, DiskForm, Error, Image, ImageWriter, Layout,
@@ -445,21 +446,71 @@ fn released_memory_changes_no_content() {
     assert_sound(storage);
 }
 
-/// Bytes in memory, with a counter of barriers.
+/// Bytes in memory, with counters of barriers and of bytes written.
 #[derive(Default)]
 struct Counted {
     content: MemoryStorage,
-    barriers: std::sync::atomic::AtomicUsize,
+    barriers: AtomicUsize,
+    written: AtomicUsize,
 }
 
 impl Storage for Counted {
-    bcow_testkit::forward!(content: len, read_at, write_at, set_len);
+    bcow_testkit::forward!(content: len, read_at, set_len);
 
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+        self.written.fetch_add(bytes.len(), Ordering::SeqCst);
+        self.content.write_at(offset, bytes)
+    }
     fn sync(&self) -> std::io::Result<()> {
-        self.barriers
-            .fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        self.barriers.fetch_add(1, Ordering::SeqCst);
         self.content.sync()
     }
+    fn data_from(&self, offset: u64) -> u64 {
+        self.content.data_from(offset)
+    }
+}
+
+#[test]
+fn a_large_disk_with_little_data_writes_and_stores_little() {
+    const SIZE: u64 = 256 << 30;
+    const ROOT_BYTES: u64 = SIZE / (4 * MIB) * 16;
+    let storage = Arc::new(Counted::default());
+    let disk = Disk::create_alone(storage.clone(), &layout(Layout::Space, SIZE)).unwrap();
+    let mut model = Vec::new();
+    for round in 0..8 {
+        for at in [round << 12, (round * 13 % 7) << 35] {
+            let bytes = noise(at, 4096);
+            disk.write_at(at, &bytes).unwrap();
+            model.push((at, bytes));
+        }
+        disk.checkpoint().unwrap();
+        let again = reopen(
+            &Arc::new(MemoryStorage::new(storage.content.to_vec())),
+            None,
+        );
+        for (at, bytes) in &model {
+            assert!(read(&again, *at, 4096) == *bytes, "round {round}, at {at}");
+        }
+    }
+    let written = storage.written.load(Ordering::SeqCst) as u64;
+    assert!(written < 2 * ROOT_BYTES, "{written} bytes");
+
+    // In space that has had data, zeros have to be written.
+    for round in 0..2 {
+        disk.write_at(4 * MIB, &noise(round, 8 << 20)).unwrap();
+        disk.checkpoint().unwrap();
+    }
+    let before = storage.written.load(Ordering::SeqCst) as u64;
+    let end = storage.content.len().unwrap();
+    for round in 2..6 {
+        disk.write_at(4 * MIB, &noise(round, 4096)).unwrap();
+        disk.checkpoint().unwrap();
+    }
+    let written = storage.written.load(Ordering::SeqCst) as u64 - before;
+    assert!(written > ROOT_BYTES, "{written} bytes");
+    assert_eq!(storage.content.len().unwrap(), end);
+    disk.close().unwrap();
+    assert_sound(Arc::new(MemoryStorage::new(storage.content.to_vec())));
 }
 
 #[test]
@@ -474,10 +525,7 @@ fn what_is_found_at_opening_is_made_durable_before_anything_else() {
         ..Counted::default()
     });
     let again = Disk::open(counted.clone(), &OpenOptions::default(), &bcow::NoBackings).unwrap();
-    assert_eq!(
-        counted.barriers.load(std::sync::atomic::Ordering::SeqCst),
-        1
-    );
+    assert_eq!(counted.barriers.load(Ordering::SeqCst), 1);
     drop(again);
 }
 
