@@ -7,7 +7,7 @@
 //! descriptors, in any container.
 
 use std::collections::BTreeSet;
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CStr, OsStr, OsString};
 use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -19,6 +19,7 @@ use std::time::SystemTime;
 use bcow::lock::held_locks;
 use bcow_mount::CLOSING;
 use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, StatxFlags};
+use rustix::io::DupFlags;
 use serde::{Deserialize, Serialize};
 
 /// The name of the memory file, and its link in /proc.
@@ -28,10 +29,10 @@ const LINK: &str = "/memfd:bcow-services (deleted)";
 pub const LOCK_IN_UPPER: &str = ".bcow/lock";
 /// The schema of the document. bcow does not read later schemas.
 const SCHEMA: &str = "bcow.services/1";
-/// Limit of the document in bytes.
-const MAX_BYTES: u64 = 1 << 20;
-/// How often the descriptors of a process are searched for its list.
-const PASSES: u32 = 8;
+/// Limit of the document in bytes: that of a pool has an entry for each mount.
+const MAX_BYTES: u64 = 16 << 20;
+/// The name of the process that keeps the descriptors of a pool, which are many. It serves nothing.
+pub const SUPERVISOR: &CStr = c"bcow-supervisor";
 
 /// Something that a process serves.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,7 +83,20 @@ struct Document {
 /// The list of services of this process, which other processes can read while this exists.
 #[derive(Debug)]
 pub struct Published {
-    _file: OwnedFd,
+    file: OwnedFd,
+}
+
+impl Published {
+    /// Publishes other services. The list keeps its descriptor: other processes find one of the two
+    /// lists at any time, and do not search that of a pool behind the descriptors of all mounts.
+    ///
+    /// # Errors
+    ///
+    /// The host has no memory or no descriptor for a further list; the old one stays.
+    pub fn replace(&mut self, services: Vec<Service>) -> io::Result<()> {
+        let list = memory_file(services)?;
+        Ok(rustix::io::dup3(&list, &mut self.file, DupFlags::CLOEXEC)?)
+    }
 }
 
 /// A process that serves something.
@@ -164,17 +178,22 @@ pub fn now() -> u64 {
 
 /// Publishes the services of this process. Returns `None` if the host does not support it.
 pub fn publish(services: Vec<Service>) -> Option<Published> {
+    let file = memory_file(services).ok()?;
+    Some(Published { file })
+}
+
+fn memory_file(services: Vec<Service>) -> io::Result<OwnedFd> {
     let document = Document {
         schema: SCHEMA.to_owned(),
         services,
     };
-    let json = serde_json::to_vec(&document).ok()?;
+    let json = serde_json::to_vec(&document)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let mut file = File::from(rustix::fs::memfd_create(NAME, flags).ok()?);
-    file.write_all(&json).ok()?;
+    let mut file = File::from(rustix::fs::memfd_create(NAME, flags)?);
+    file.write_all(&json)?;
     let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
-    rustix::fs::fcntl_add_seals(&file, seals).ok()?;
-    Some(Published { _file: file.into() })
+    rustix::fs::fcntl_add_seals(&file, seals)?;
+    Ok(file.into())
 }
 
 /// All processes that serve something and that this user may look at, by their numbers.
@@ -405,18 +424,15 @@ fn server(pid: u32, memory: (u32, u32)) -> Option<Server> {
     // Threads that serve have other names, but each bcow process starts with this name, so other
     // processes need not be examined.
     let name = std::fs::read(process.join("comm")).ok()?;
-    if !name.starts_with(b"bcow") && !name.starts_with(b"mount.bcow") {
+    let is_of_bcow = name.starts_with(b"bcow") || name.starts_with(b"mount.bcow");
+    if !is_of_bcow || name.trim_ascii_end() == SUPERVISOR.to_bytes() {
         return None;
     }
-    let services = || {
-        let descriptors = std::fs::read_dir(process.join("fd")).ok()?;
-        descriptors
-            .flatten()
-            .filter(|entry| is_own_list(&entry.path()))
-            .find_map(|entry| read(&entry.path(), memory).ok())
-    };
-    // A pool replaces its list at each mount, and a pass over its descriptors can miss both lists.
-    let services = (0..PASSES).find_map(|_| services())?;
+    let descriptors = std::fs::read_dir(process.join("fd")).ok()?;
+    let services = descriptors
+        .flatten()
+        .filter(|entry| is_own_list(&entry.path()))
+        .find_map(|entry| read(&entry.path(), memory).ok())?;
     let namespace = |process: &Path| std::fs::read_link(process.join("ns/mnt")).ok();
     Some(Server {
         pid,
@@ -473,7 +489,6 @@ fn device(file: &OwnedFd) -> rustix::io::Result<(u32, u32)> {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
-    use std::time::Duration;
 
     use super::*;
 
@@ -491,7 +506,7 @@ mod tests {
 
     /// The path by which other processes find a memory file of this process.
     fn place(published: &Published) -> PathBuf {
-        let descriptor = published._file.as_raw_fd();
+        let descriptor = published.file.as_raw_fd();
         format!("/proc/{}/fd/{descriptor}", std::process::id()).into()
     }
 
@@ -513,13 +528,12 @@ mod tests {
     #[test]
     fn a_process_that_replaces_its_list_is_found() {
         let is_over = AtomicBool::new(false);
-        let mut published = publish(vec![service()]);
+        let mut published = publish(vec![service()]).unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed) {
-                    assert!(published.is_some());
-                    published = publish(vec![service()]);
-                    std::thread::sleep(Duration::from_millis(1));
+                    published.replace(vec![service()]).unwrap();
+                    std::thread::yield_now();
                 }
             });
             let found = (0..300).filter(|_| server_of(std::process::id()).is_some());
@@ -527,6 +541,23 @@ mod tests {
             is_over.store(true, Ordering::Relaxed);
             assert_eq!(count, 300);
         });
+    }
+
+    #[test]
+    fn the_list_of_a_large_pool_is_read() {
+        let long = format!("/{}", "directory/".repeat(300));
+        let services: Vec<Service> = (0..1000)
+            .map(|number| Service {
+                image: format!("{long}{number}"),
+                ..service()
+            })
+            .collect();
+        let mut published = publish(Vec::new()).unwrap();
+        let descriptor = published.file.as_raw_fd();
+        published.replace(services.clone()).unwrap();
+        assert_eq!(published.file.as_raw_fd(), descriptor);
+        let memory = device_of_memory_files().unwrap();
+        assert!(read(&place(&published), memory).unwrap() == services);
     }
 
     #[test]

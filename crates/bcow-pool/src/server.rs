@@ -130,6 +130,7 @@ impl Pool {
         given: &Given,
         link: Link,
         sandbox: Vec<String>,
+        published: Option<Published>,
     ) -> io::Result<Self> {
         let files = if given.keeps_shared {
             let keeper = FilesKeeper {
@@ -154,7 +155,10 @@ impl Pool {
             has_supervisor: AtomicBool::new(true),
             clients: AtomicUsize::new(0),
             lost: AtomicU64::new(0),
-            state: Mutex::default(),
+            state: Mutex::new(PoolState {
+                published,
+                ..PoolState::default()
+            }),
             changed: Condvar::new(),
         })
     }
@@ -502,8 +506,12 @@ impl PoolState {
     /// Publishes the list of mounts for `bcow ps`.
     fn publish(&mut self) {
         let services = self.mounts.values().map(|entry| entry.service.clone());
-        // The old list stays until the new one can be read.
-        self.published = running::publish(services.collect());
+        let services = services.collect();
+        match &mut self.published {
+            // If that fails, the old list stays.
+            Some(published) => drop(published.replace(services)),
+            None => self.published = running::publish(services),
+        }
     }
 }
 

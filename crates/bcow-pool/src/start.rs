@@ -13,6 +13,7 @@ use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::starter;
 use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::image::Messages;
+use bcow_images::running::{self, Published, SUPERVISOR};
 use bcow_images::{remote, sandbox, size};
 use bcow_mounts::cpus::{self, Cpus};
 use bcow_mounts::metrics;
@@ -84,7 +85,7 @@ fn keep(
 ) -> Result<u8, CommandError> {
     let cannot = || format!("cannot start the pool {}", args.name);
     // Process lists show the two processes by their names.
-    let _ = rustix::thread::set_name(c"bcow-supervisor");
+    let _ = rustix::thread::set_name(SUPERVISOR);
     if let Some(path) = &args.log_file {
         log_to(path)?;
     }
@@ -131,16 +132,23 @@ fn serve(args: &StartArgs, link: Link) -> Result<(), CommandError> {
     heap::map_large_buffers();
     abort_on_panic();
     let cannot = || format!("cannot start the pool {}", args.name);
+    // Each command looks for this among the descriptors, the lowest ones first.
+    let published = running::publish(Vec::new());
     let given = Given::receive(&link).context(cannot)?;
     match given.restarts {
-        0 => serve_given(args, link, given),
+        0 => serve_given(args, link, given, published),
         _ => detach(args)
-            .and_then(|()| serve_given(args, link, given))
+            .and_then(|()| serve_given(args, link, given, published))
             .inspect_err(log_failure),
     }
 }
 
-fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), CommandError> {
+fn serve_given(
+    args: &StartArgs,
+    link: Link,
+    given: Given,
+    published: Option<Published>,
+) -> Result<(), CommandError> {
     let cannot = || format!("cannot start the pool {}", args.name);
     limits::adapt_for_service();
     // Before other threads exist.
@@ -165,6 +173,7 @@ fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), Command
         &given,
         link,
         sandbox,
+        published,
     );
     let pool = Arc::new(pool.context(cannot)?);
     pool.watch_rest();
