@@ -127,7 +127,7 @@ fn serve(args: &Args) -> Result<(), Error> {
     let auth_file = options.auth_file.clone();
     let mounts = Mounts::new(root.join("mounts"), tool.clone(), of_mounts, auth_file);
     let blobs = Blobs::open(root.join("blobs"), args.blob_limit, tool.clone(), &options);
-    let store = Store::start(Answers::new(tool, options), uses, mounts, blobs);
+    let store = Store::start(Answers::new(tool, options), uses, mounts, blobs)?;
     let mut config = fuser::Config::default();
     config.n_threads = Some(THREADS);
     let shown = Arc::clone(&store);
@@ -136,7 +136,7 @@ fn serve(args: &Args) -> Result<(), Error> {
     let (mounted, session) = Mounted::new(&args.store, Files::new(store), config)?;
     let is_ending = Arc::new(AtomicBool::new(false));
     let ending = Arc::clone(&is_ending);
-    std::thread::spawn(move || {
+    let serve = move || {
         if let Err(error) = session.run() {
             tracing::error!("cannot serve the store: {error}");
         }
@@ -144,7 +144,9 @@ fn serve(args: &Args) -> Result<(), Error> {
             tracing::error!("the store was unmounted");
             std::process::exit(1);
         }
-    });
+    };
+    let started = std::thread::Builder::new().spawn(serve);
+    started.at("start a thread for", &args.store)?;
     // The kernel keeps the attributes: see `files`.
     fs::metadata(&args.store).at("examine", &args.store)?;
     tracing::info!("serving at {}", args.store.display());

@@ -46,7 +46,12 @@ pub struct Store {
 
 impl Store {
     /// The store on these parts, with a thread that ends mounts.
-    pub fn start(answers: Answers, uses: Uses, mounts: Mounts, blobs: Blobs) -> Arc<Self> {
+    pub fn start(
+        answers: Answers,
+        uses: Uses,
+        mounts: Mounts,
+        blobs: Blobs,
+    ) -> Result<Arc<Self>, Error> {
         let (released, receiver) = channel();
         let store = Arc::new(Store {
             answers,
@@ -58,8 +63,9 @@ impl Store {
             mount_figures: MountFigures::default(),
         });
         let sweeper = Arc::clone(&store);
-        std::thread::spawn(move || sweeper.sweep(&receiver));
-        store
+        let started = std::thread::Builder::new().spawn(move || sweeper.sweep(&receiver));
+        started.map_err(|error| Error::State(format!("cannot start a thread: {error}")))?;
+        Ok(store)
     }
 
     /// Finds a layer: one in use as its record says, else as the registry says.

@@ -58,6 +58,10 @@ ERRORS = {
     "madvise": ("ENOMEM",),
     "clone3": ("EAGAIN",),
     "getrandom": ("EIO",),
+    "socket": ("EMFILE",),
+    "connect": ("ECONNREFUSED",),
+    "sendto": ("ECONNRESET", "EINTR"),
+    "recvfrom": ("ECONNRESET", "EINTR"),
 }
 KILLS = {*CHANGES.split(","), "mkdir", "copy_file_range"}
 SHORT = os.path.join(TOP, "tests", "e2e", "preload", "short.c")
@@ -153,7 +157,8 @@ class NthCall(Directory):
         """Copies of the files of the test, in a directory of their own."""
         top = os.getcwd()
         os.mkdir("copy")
-        run("cp", "-a", "--sparse=always", *self.files, "copy")
+        if self.files:
+            run("cp", "-a", "--sparse=always", *self.files, "copy")
         os.chdir("copy")
         try:
             yield

@@ -129,8 +129,9 @@ class Disks:
 
     def assert_same(self, expected, shown):
         self.test.assertEqual(len(shown), len(expected))
-        wrong = (at for at in range(len(shown)) if shown[at] != expected[at])
-        self.test.assertTrue(shown == expected, f"byte {next(wrong, None)} is another")
+        if shown != expected:
+            wrong = next(at for at in range(len(shown)) if shown[at] != expected[at])
+            self.test.fail(f"byte {wrong} is another")
 
     def resize(self, name, data):
         size = self.dice.randrange(SIZE // 2, 2 * SIZE, BLOCK)

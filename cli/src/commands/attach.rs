@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use bcow::BlockCache;
@@ -232,14 +233,16 @@ fn attach(args: &Args, ui: &Ui, served: &Served, attaching: Attaching) -> Result
     let confined = sandbox.confine(&paths, until_attached);
     confined.context(sandbox::cannot)?;
     let of_serving = sandbox.clone();
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         // The device is read as soon as it is there.
-        let serving = scope.spawn(|| {
+        let serve = || {
             let limited = of_serving.keep_only(capabilities);
             limited.context(sandbox::cannot)?;
             let served = server.serve_attached(ours);
             served.map_err(|error| nbd_failure(&error))
-        });
+        };
+        let serving = thread::Builder::new().spawn_scoped(scope, serve);
+        let serving = serving.context(|| "cannot start a thread".to_owned())?;
         let sockets: Vec<_> = theirs.iter().map(AsFd::as_fd).collect();
         let connected = driver.connect(&Connect {
             index,

@@ -1,7 +1,7 @@
 //! `bcow ps`
 
 use std::panic::resume_unwind;
-use std::thread::ScopedJoinHandle;
+use std::thread;
 use std::time::Duration;
 
 use bcow_fuse::{Driver, MountedImage};
@@ -126,13 +126,17 @@ fn mount_of<'s>(server: &'s Server, mount: &MountedImage) -> Option<&'s Service>
 pub fn at_once<T: Sync, R: Send>(these: &[T], act: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let (act, mut results) = (&act, Vec::new());
     for some in these.chunks(ASKED_AT_ONCE) {
-        std::thread::scope(|scope| {
-            let asked: Vec<_> = some
-                .iter()
-                .map(|one| scope.spawn(move || act(one)))
-                .collect();
-            let answered = asked.into_iter().map(ScopedJoinHandle::join);
-            results.extend(answered.map(|one| one.unwrap_or_else(|panic| resume_unwind(panic))));
+        thread::scope(|scope| {
+            let ask = |one| {
+                let started = thread::Builder::new().spawn_scoped(scope, move || act(one));
+                started.map_err(|_| one)
+            };
+            let asked: Vec<_> = some.iter().map(ask).collect();
+            results.extend(asked.into_iter().map(|asked| match asked {
+                Ok(asked) => asked.join().unwrap_or_else(|panic| resume_unwind(panic)),
+                // The system refuses a thread.
+                Err(one) => act(one),
+            }));
         });
     }
     results

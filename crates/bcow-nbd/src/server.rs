@@ -79,8 +79,9 @@ impl Server {
     /// was called, and flushes the written data first.
     pub fn serve_attached(&self, sockets: Vec<OwnedFd>) -> Result<(), Error> {
         let export = self.shared.exports.iter().next().ok_or(Error::NoExport)?;
-        thread::scope(|scope| {
-            for socket in sockets {
+        let mut started = Vec::new();
+        let served = thread::scope(|scope| {
+            let mut start = |socket| {
                 let socket = Arc::new(Socket::new(socket));
                 let id = self.shared.register(socket.clone());
                 let client = Client {
@@ -92,7 +93,8 @@ impl Server {
                         contexts: Contexts::default(),
                     },
                 };
-                scope.spawn(move || {
+                started.push(socket.clone());
+                let serve = move || {
                     let receiver = Receiver::new(self.shared.options.request_timeout);
                     let ended = Connection::serve(client, receiver);
                     if let Err(error) = ended {
@@ -100,10 +102,21 @@ impl Server {
                     }
                     socket.close();
                     self.shared.clients().leave(id);
-                });
+                };
+                thread::Builder::new().spawn_scoped(scope, serve)?;
+                Ok(())
+            };
+            let served: std::io::Result<()> = sockets.into_iter().try_for_each(&mut start);
+            if served.is_err() {
+                started
+                    .iter()
+                    .for_each(|socket: &Arc<Socket>| socket.close());
             }
+            served
         });
-        self.flush()
+        let flushed = self.flush();
+        served.map_err(|error| Error::host("start a thread", error))?;
+        flushed
     }
 
     /// Flushes the data that clients wrote.

@@ -6,6 +6,7 @@ use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread;
 
 use crate::blob::{Blob, BlobReader, read_error};
 use crate::cancel::Cancel;
@@ -123,15 +124,17 @@ pub(crate) fn read_layer<R>(
     }
     let (chunks, received) = sync_channel(QUEUE);
     let (used, reusable) = channel();
-    std::thread::scope(|scope| {
-        let reader = scope.spawn(move || {
+    thread::scope(|scope| {
+        let read = move || {
             let mut output = Output::new(input, reading, chunks, reusable);
             produce(input, reading, &mut output).unwrap_or_else(|error| {
                 // The parser may have stopped because of an error of its own.
                 let _ = output.chunks.send(Err(error));
                 LayerBytes::default()
             })
-        });
+        };
+        let reader = thread::Builder::new().spawn_scoped(scope, read);
+        let reader = reader.map_err(|error| read_error("read", &input.name, error))?;
         let result = parse(ChunkStream::new(Box::new(ThreadSource { received, used })))?;
         match reader.join() {
             Ok(bytes) => Ok((result, bytes)),

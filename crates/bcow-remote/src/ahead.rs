@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bcow::Storage;
+use bcow::sync::start;
 
 use crate::error::{Problem, RemoteError};
 use crate::file::{Pace, RemoteFile, Warm};
@@ -109,9 +110,8 @@ impl Ahead {
             }
         };
         std::thread::scope(|scope| {
-            for _ in 1..window.pieces(CONNECTIONS) {
-                scope.spawn(work);
-            }
+            // This thread works too, alone if the system refuses others.
+            let _ = (1..window.pieces(CONNECTIONS)).all(|_| start(scope, work));
             work();
         });
         if stop.load(Ordering::Relaxed) {

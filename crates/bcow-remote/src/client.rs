@@ -9,7 +9,6 @@ use flate2::read::MultiGzDecoder;
 use rustls::crypto::ring;
 use ureq::http::{HeaderMap, Method, Request, Response};
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
-use ureq::unversioned::resolver::DefaultResolver;
 use ureq::unversioned::transport::{Connector, DefaultConnector};
 use ureq::{Agent, AsSendBody, Body, SendBody};
 
@@ -17,6 +16,7 @@ use crate::address::{Address, Transport};
 use crate::deadline::Deadlines;
 use crate::error::{Fault, Problem, printable};
 use crate::figures::{Counters, Traffic};
+use crate::resolver::TimedResolver;
 use crate::retry_budget::RetryBudget;
 use crate::servers::{CONNECTIONS, Permit, Servers};
 
@@ -224,7 +224,7 @@ fn agent(tls: TlsConfig) -> Agent {
         .input_buffer_size(HEADER_BYTES)
         .build();
     let connector = DefaultConnector::default().chain(Deadlines);
-    Agent::with_parts(config, connector, DefaultResolver::default())
+    Agent::with_parts(config, connector, TimedResolver)
 }
 
 /// Sends a request, and waits for the head of its answer.

@@ -12,6 +12,7 @@ mod whole;
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
+use std::thread;
 
 use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, Header, choose_header};
 use bcow::{Storage, Version};
@@ -125,14 +126,18 @@ impl RemoteFile {
         {
             return Ok(file);
         }
-        let (from_mirror, fetched) = std::thread::scope(|scope| {
-            let early = scope.spawn(|| opening::fetch_early(shared, sources, &expected));
+        let (from_mirror, fetched) = thread::scope(|scope| {
+            let fetch = || opening::fetch_early(shared, sources, &expected);
+            let early = thread::Builder::new().spawn_scoped(scope, fetch);
             let of_mirror = head::of_mirrors(shared, sources, root);
             let from_mirror = of_mirror.is_some();
             let head = of_mirror.map_or_else(|| head::of_server(shared, sources, Some(root)), Ok);
             (
                 from_mirror,
-                head.map(|head| (head, early.join().unwrap_or_default())),
+                head.map(|head| {
+                    let early = early.ok().and_then(|early| early.join().ok());
+                    (head, early.unwrap_or_default())
+                }),
             )
         });
         let (head, early) = fetched?;

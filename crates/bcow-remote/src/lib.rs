@@ -51,6 +51,7 @@ mod mirrors;
 mod refusal;
 mod registry;
 mod remote;
+mod resolver;
 mod retry_budget;
 mod s3;
 mod s3_upload;

@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use bcow_tool::Tool;
+use bcow_tool::{At, Tool};
 
 pub use self::applying::ContentStore;
 use self::figures::Counters;
@@ -104,7 +104,9 @@ impl Snapshots {
         });
         tracing::info!("{}: snapshots: {count}", root.display());
         let weak = Arc::downgrade(&snapshots);
-        std::thread::spawn(move || sweep_when_removed(&weak, &wakes));
+        let sweep = move || sweep_when_removed(&weak, &wakes);
+        let started = std::thread::Builder::new().spawn(sweep);
+        started.at("start a thread for", root)?;
         // Sweeps the snapshots that an earlier process removed.
         let _ = snapshots.removed.send(());
         Ok(snapshots)

@@ -4,6 +4,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread;
 
 use bcow_erofs::reader::Filesystem;
 use serde::Serialize;
@@ -358,11 +359,13 @@ impl ImageExport<'_> {
         out: &mut (dyn Write + Send),
     ) -> Result<(TarReport, Digest, u64), ConvertError> {
         let (sender, receiver) = sync_channel::<Vec<u8>>(QUEUE);
-        std::thread::scope(|scope| {
-            let compressor = scope.spawn(move || {
+        thread::scope(|scope| {
+            let compress = move || {
                 let mut chunks = receiver.iter();
                 chunks.try_for_each(|chunk| out.write_all(&chunk))
-            });
+            };
+            let compressor = thread::Builder::new().spawn_scoped(scope, compress);
+            let compressor = compressor.map_err(ConvertError::WriteArchive)?;
             let mut chunks = Chunks(sender);
             let archive = self.archive(fs, below, &mut chunks);
             // Closing the channel ends the compressor.

@@ -7,6 +7,7 @@
 
 use std::io;
 use std::path::Path;
+use std::thread;
 
 use bcow::{Compression, Image as BcowImage, OpenOptions};
 use bcow_erofs::reader::Filesystem;
@@ -40,8 +41,8 @@ pub(crate) fn as_image<R>(
         threads: 1,
         cancel: options.cancel.clone(),
     };
-    std::thread::scope(|scope| {
-        let export = scope.spawn(move || {
+    thread::scope(|scope| {
+        let export = move || {
             export_tar(
                 &scratch,
                 TarForm::Flattened,
@@ -49,7 +50,9 @@ pub(crate) fn as_image<R>(
                 &export_options,
                 progress,
             )
-        });
+        };
+        let export = thread::Builder::new().spawn_scoped(scope, export);
+        let export = export.map_err(failed)?;
         // The image owns the reading end of the pipe; both are dropped when the conversion ends.
         let converted = convert(single_layer(Blob::pipe(name.clone(), reader)));
         let exported = export

@@ -10,6 +10,7 @@
 //! those are not used.
 
 use std::ops::Range;
+use std::thread;
 
 use super::head::HEAD_BYTES;
 use super::{FEWEST_BYTES, Purpose, RemoteFile};
@@ -46,11 +47,14 @@ pub(super) fn fetch_early(shared: &Shared, sources: &Sources, expected: &Expecte
 
 /// Fetches ranges of a file at the same time, each with one request, as far as that succeeds.
 fn fetch(shared: &Shared, sources: &Sources, ranges: &[Range<u64>]) -> Vec<Early> {
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let fetch_once = |range| move || fetch_once(shared, sources, range);
         let threads: Vec<_> = ranges
             .iter()
-            .map(|range| scope.spawn(fetch_once(range)))
+            .filter_map(|range| {
+                let thread = thread::Builder::new();
+                thread.spawn_scoped(scope, fetch_once(range)).ok()
+            })
             .collect();
         let parts = threads.into_iter().filter_map(|thread| thread.join().ok()?);
         parts.collect()

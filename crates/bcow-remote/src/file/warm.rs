@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use bcow::sync::start;
+
 use super::{MAX_BYTES, Purpose, RemoteFile};
 use crate::error::{Problem, RemoteError};
 use crate::lock::lock;
@@ -79,9 +81,8 @@ impl RemoteFile {
         };
         let threads = (warm.connections as u64).min(runs);
         std::thread::scope(|scope| {
-            for _ in 1..threads {
-                scope.spawn(work);
-            }
+            // This thread works too, alone if the system refuses others.
+            let _ = (1..threads).all(|_| start(scope, work));
             work();
         });
         match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {

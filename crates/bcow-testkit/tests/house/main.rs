@@ -1,10 +1,11 @@
 //! The rules of the house, each kept by a test: crates and modules depend downwards only, lines end
-//! at column 100, and texts use the field's words.
+//! at column 100, texts use the field's words, and threads are started with a builder.
 
 mod crates;
 mod dependencies;
 mod modules;
 mod text;
+mod threads;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

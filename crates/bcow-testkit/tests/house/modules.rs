@@ -123,7 +123,7 @@ fn item_name(item: &syn::Item) -> Option<&syn::Ident> {
     }
 }
 
-fn is_for_tests(attributes: &[syn::Attribute]) -> bool {
+pub(crate) fn is_for_tests(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let mut for_tests = false;
         if attribute.path().is_ident("cfg") {
