@@ -1,7 +1,8 @@
 """Faults at every call: strace fails the n-th system call of a kind in a command, for each n, or
-kills or stops the command there; a preloaded library makes the n-th read or write short. The
-command then succeeds with the right result, or fails with a message, and loses nothing. The same
-in the processes of mounts with an upper, in which a program makes each of its changes durable.
+kills or stops the command there; a preloaded library makes the n-th read or write short; and the
+command gets few descriptors or little memory. It then succeeds with the right result, or fails with
+a message, and loses nothing. The same in the processes of mounts with an upper, in which a program
+makes each of its changes durable. A clock that jumps disturbs none of them.
 
 The calls that the dynamic linker makes before the program begins are not failed. Each run fails a
 sample of the calls; BCOW_CALLS=all fails up to 250 of each kind in commands and 25 in mounts, and
@@ -64,7 +65,10 @@ ERRORS = {
     "recvfrom": ("ECONNRESET", "EINTR"),
 }
 KILLS = {*CHANGES.split(","), "mkdir", "copy_file_range"}
-SHORT = os.path.join(TOP, "tests", "e2e", "preload", "short.c")
+# Sizes of the data in KiB, from too little for anything to enough.
+MEMORY = range(2048, 16 << 10, 128)
+# Of them, the dynamic linker needs one.
+DESCRIPTORS = range(4, 32)
 SIZE = 1 << 20
 
 
@@ -72,6 +76,16 @@ def faults(kind):
     """What can happen at a call of this kind, as strace injects it."""
     return ([f"error={error}" for error in ERRORS[kind]] + ["signal=STOP"]
             + ["signal=KILL"] * (kind in KILLS))
+
+
+def preloaded(case, name):
+    """The path of a library of tests/e2e/preload."""
+    scratch = tempfile.TemporaryDirectory(prefix="preload-")
+    case.addCleanup(scratch.cleanup)
+    library = os.path.join(scratch.name, f"{name}.so")
+    run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library,
+        os.path.join(TOP, "tests", "e2e", "preload", f"{name}.c"))
+    return library
 
 
 def numbers_of(kind, calls, before, most, dice):
@@ -108,14 +122,13 @@ class NthCall(Directory):
 
     # Whether the command was killed.
     was_killed = False
+    # With which status a command may fail if the clock jumps.
+    clock_errors = ()
 
     def setUp(self):
         need("strace", "gcc")
         super().setUp()
-        scratch = tempfile.TemporaryDirectory(prefix="short-")
-        self.addCleanup(scratch.cleanup)
-        self.short = os.path.join(scratch.name, "short.so")
-        run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", self.short, SHORT)
+        self.short, self.clock = preloaded(self, "short"), preloaded(self, "clock")
         self.random = random.Random(1)
         # Of the dynamic linker and the start of the program.
         self.before_begin = counts([BCOW, "version"])[0]
@@ -148,6 +161,7 @@ class NthCall(Directory):
                 if not table["command failed"]:
                     fail(kind, number, faults(kind)[0])
         self.shorten_everywhere(name, command, check, table)
+        self.starve(name, command, check, table)
         if ALL:
             print(name, dict(table), file=sys.stderr)
         self.assertGreater(table["command failed"], 0)
@@ -206,6 +220,32 @@ class NthCall(Directory):
                                              "SHORT_AT": str(number)})
                     check(True)
                     table["short"] += 1
+
+    def starve(self, name, command, check, table):
+        """Runs a command with few descriptors, with little memory, and with a clock that jumps."""
+        def limited(option, limits):
+            for limit in limits if ALL else self.random.sample(limits, 2):
+                with self.subTest(command=name, limit=f"{option}={limit}"), self.copied_files():
+                    process = subprocess.run(["prlimit", f"--{option}={limit}", BCOW, *command],
+                                             stdin=subprocess.DEVNULL, capture_output=True,
+                                             timeout=600)
+                    self.was_killed = process.returncode == -signal.SIGABRT
+                    if self.was_killed:
+                        self.assertIn(b"memory allocation of", process.stderr)
+                    elif process.returncode:
+                        self.assertTrue(0 < process.returncode < 128, process)
+                        self.assertRegex(process.stdout + process.stderr, b"error[: ]")
+                        self.assertNotIn(b"panicked", process.stderr)
+                    check(process.returncode == 0)
+                    table["starved"] += 1
+
+        limited("nofile", DESCRIPTORS)
+        limited("data", [kib << 10 for kib in MEMORY])
+        with self.subTest(command=name, fault="clock"), self.copied_files():
+            self.was_killed = False
+            result = run(BCOW, *command, env={"LD_PRELOAD": self.clock}, check=False)
+            self.assertTrue(result.code in (0, *self.clock_errors), result)
+            check(result.code == 0)
 
     def assert_no_more(self, *names):
         # A killed command leaves its hidden files.
@@ -427,6 +467,15 @@ class Mounts(UnionCase):
 
     def test_changes_before_the_fault_are_kept(self):
         self.fail_everywhere(4)
+
+    def test_a_clock_that_jumps_disturbs_no_program(self):
+        _, files, failed = self.run_steps(["env", f"LD_PRELOAD={preloaded(self, 'clock')}"])
+        self.assertFalse(failed)
+        bcow("fsck", self.upper)
+        self.mount.mount()
+        problem = durable_steps.problem_between(durable_steps.files_at(self.where), files, files)
+        self.mount.unmount()
+        self.assertIsNone(problem)
 
 
 class KernelMounts(Mounts):

@@ -9,7 +9,7 @@ pub enum Error {
     /// The host failed to read or write.
     #[error("cannot {action}{}: {source}", at_byte(action, *offset))]
     Io {
-        /// The failed operation: "read", "write", "sync".
+        /// The failed operation: "read", "write", "sync", "compress".
         action: &'static str,
         /// Byte offset in the file; 0 for an operation on the whole file.
         offset: u64,
@@ -89,8 +89,8 @@ pub enum Error {
     Unsupported(String),
 }
 
-/// Operations on a whole file: their errors name no offset.
-const WHOLE_FILE: [&str; 3] = ["get the length", "open", "sync"];
+/// Operations without a place in the file: their errors name no offset.
+const WHOLE_FILE: [&str; 4] = ["compress", "get the length", "open", "sync"];
 
 fn at_byte(action: &str, offset: u64) -> String {
     if WHOLE_FILE.contains(&action) {

@@ -206,7 +206,7 @@ impl Composer {
         let entry = match self.known.get(&digest) {
             Some(&entry) => entry,
             None => {
-                let entry = match self.sink.store(0, self.encoder.encode(bytes))?.entry {
+                let entry = match self.sink.store(0, self.encoder.encode(bytes)?)?.entry {
                     // As a hole, like what is not written.
                     Entry::Zero => Entry::Absent,
                     entry => entry,

@@ -35,38 +35,46 @@ impl Encoder {
         }
     }
 
-    pub(super) fn encode(&mut self, block: Vec<u8>) -> Encoded {
+    /// Fails if there is no memory to compress: a block that is stored uncompressed for that reason
+    /// makes the file another one.
+    pub(super) fn encode(&mut self, block: Vec<u8>) -> Result<Encoded, Error> {
         if is_zero(&block) {
-            return Encoded {
+            return Ok(Encoded {
                 form: Form::Zero,
                 logical_crc: 0,
-            };
+            });
         }
         let logical_crc = crc32c(&block);
-        let form = match self.compress(&block) {
+        let form = match self.compress(&block)? {
             Some(frame) => Form::Zstd {
                 crc: crc32c(&frame),
                 frame,
             },
             None => Form::Raw(block),
         };
-        Encoded { form, logical_crc }
+        Ok(Encoded { form, logical_crc })
     }
 
     /// Returns a zstd frame if it saves at least a thirty-second of the block; less is not worth
     /// the decompression.
-    fn compress(&mut self, block: &[u8]) -> Option<Vec<u8>> {
-        let compressor = self.0.as_mut()?;
+    fn compress(&mut self, block: &[u8]) -> Result<Option<Vec<u8>>, Error> {
+        let Some(compressor) = &mut self.0 else {
+            return Ok(None);
+        };
         let worthwhile = block.len() - block.len() / 32;
         let mut frame = Vec::with_capacity(zstd_safe::compress_bound(block.len()));
-        // After an error (out of memory) the block is stored uncompressed.
-        compressor.compress_to_buffer(block, &mut frame).ok()?;
+        let compressed = compressor.compress_to_buffer(block, &mut frame);
+        compressed.map_err(|source| Error::Io {
+            action: "compress",
+            offset: 0,
+            source,
+        })?;
         if frame.len() > worthwhile {
-            return None;
+            return Ok(None);
         }
         // Many frames may wait in the queue of the sink.
         frame.shrink_to_fit();
-        Some(frame)
+        Ok(Some(frame))
     }
 }
 
@@ -93,11 +101,9 @@ mod tests {
         .take(65536)
         .collect();
         let mut encoder = Encoder::new(Compression::Zstd { level: 3 }).unwrap();
-        assert!(matches!(encoder.encode(noise).form, Form::Raw(_)));
-        assert!(matches!(
-            encoder.encode(vec![7; 65536]).form,
-            Form::Zstd { .. }
-        ));
-        assert!(matches!(encoder.encode(vec![0; 65536]).form, Form::Zero));
+        let mut form = |block| encoder.encode(block).unwrap().form;
+        assert!(matches!(form(noise), Form::Raw(_)));
+        assert!(matches!(form(vec![7; 65536]), Form::Zstd { .. }));
+        assert!(matches!(form(vec![0; 65536]), Form::Zero));
     }
 }

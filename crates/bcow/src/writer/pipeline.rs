@@ -57,13 +57,13 @@ enum Stage {
 
 struct Job {
     block: Vec<u8>,
-    done: Sender<Encoded>,
+    done: Sender<Result<Encoded, Error>>,
 }
 
 enum Ordered {
     Block {
         logical: u64,
-        encoded: Receiver<Encoded>,
+        encoded: Receiver<Result<Encoded, Error>>,
     },
     /// Nothing to encode.
     Run(BlockRun),
@@ -134,7 +134,7 @@ impl Pipeline {
     pub(super) fn block(&mut self, logical: u64, block: Vec<u8>) -> Result<(), Error> {
         let sent = match &mut self.stage {
             Stage::Inline { encoder, sink } => {
-                return sink.accept(logical, encoder.encode(block));
+                return sink.accept(logical, encoder.encode(block)?);
             }
             Stage::Threads { jobs, order, .. } => {
                 let (done, encoded) = channel();
@@ -188,7 +188,7 @@ impl Pipeline {
             Stage::Failed => return Err(thread_died()),
         };
         if let Some(first) = first {
-            sink.records[0] = sink.store(0, encoder.encode(first))?;
+            sink.records[0] = sink.store(0, encoder.encode(first)?)?;
         }
         sink.flush()?;
         layout.fill(std::mem::take(&mut sink.records));
@@ -235,7 +235,7 @@ fn drain(mut sink: Sink, results: &Receiver<Ordered>) -> Result<Sink, Error> {
     while let Ok(next) = results.recv() {
         match next {
             Ordered::Block { logical, encoded } => {
-                let encoded = encoded.recv().map_err(|_| thread_died())?;
+                let encoded = encoded.recv().map_err(|_| thread_died())??;
                 sink.accept(logical, encoded)?;
             }
             Ordered::Run(run) => sink.records.push(run),
