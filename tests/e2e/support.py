@@ -224,16 +224,17 @@ def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, cwd=
     `file_bytes` limits the size of each file that the command writes, so that no test fills the
     disk.
     """
+    # With such a function, Python forks. After vfork, the peak is at least that of this process.
     def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+        if file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         begin = time.monotonic()
         options = {} if user is None else {"user": user, "group": user, "extra_groups": []}
         process = subprocess.Popen(command, stdin=stdin or subprocess.DEVNULL, stdout=out,
-                                   stderr=err, env={**os.environ, **(env or {})}, cwd=cwd,
-                                   preexec_fn=limit if file_bytes is not None else None,
-                                   start_new_session=True, **options)
+                                   stderr=err, env={**os.environ, **(env or {})}, preexec_fn=limit,
+                                   cwd=cwd, start_new_session=True, **options)
         usage = None
         while usage is None:
             pid, status, spent = os.wait4(process.pid, os.WNOHANG)
