@@ -19,7 +19,7 @@ use crate::proto::Framing;
 use crate::receive::Receiver;
 use crate::shared::{STACK_BYTES, ServerOptions, Shared};
 use crate::socket::Socket;
-use crate::sync::{thread, wait};
+use crate::sync::{start, thread, wait};
 
 /// Clients beyond the limit that get an error reply, at a time. Further clients are disconnected
 /// without a reply.
@@ -81,7 +81,7 @@ impl Server {
         let export = self.shared.exports.iter().next().ok_or(Error::NoExport)?;
         let mut started = Vec::new();
         let served = thread::scope(|scope| {
-            let mut start = |socket| {
+            let mut serve_one = |socket| {
                 let socket = Arc::new(Socket::new(socket));
                 let id = self.shared.register(socket.clone());
                 let client = Client {
@@ -103,10 +103,9 @@ impl Server {
                     socket.close();
                     self.shared.clients().leave(id);
                 };
-                thread::Builder::new().spawn_scoped(scope, serve)?;
-                Ok(())
+                if start(scope, serve) { Ok(()) } else { Err(Errno::AGAIN) }
             };
-            let served: std::io::Result<()> = sockets.into_iter().try_for_each(&mut start);
+            let served = sockets.into_iter().try_for_each(&mut serve_one);
             if served.is_err() {
                 started
                     .iter()

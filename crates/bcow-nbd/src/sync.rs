@@ -5,7 +5,7 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-pub(crate) use bcow::sync::{Condvar, Mutex, MutexGuard, atomic, lock, thread, wait};
+pub(crate) use bcow::sync::{Condvar, Mutex, MutexGuard, atomic, lock, start, thread, wait};
 
 /// Waits on the condition variable with a timeout. `guard` must be of `mutex`. Returns whether the
 /// timeout expired; a notification may have come at the same moment.
