@@ -33,10 +33,10 @@ class Remote(NthCall):
         write_file("tree/large", self.data)
         bcow("convert", "dir:tree", os.path.join(self.servers, "image.bcow"))
         shutil.rmtree("tree")
-        self.env = {"SSL_CERT_FILE": os.path.join(self.servers, "ca.pem"),
-                    "BCOW_CACHE": os.path.join(os.getcwd(), "copy", "cache"),
-                    "NO_PROXY": "localhost", "no_proxy": "localhost"}
-        self.enterContext(unittest.mock.patch.dict(os.environ, self.env))
+        self.enterContext(unittest.mock.patch.dict(
+            os.environ, SSL_CERT_FILE=os.path.join(self.servers, "ca.pem"),
+            BCOW_CACHE=os.path.join(os.getcwd(), "copy", "cache"), NO_PROXY="localhost",
+            no_proxy="localhost"))
 
 
 class Caches(Remote):

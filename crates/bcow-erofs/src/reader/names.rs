@@ -6,14 +6,14 @@ use std::ops::ControlFlow;
 use super::walk::MAX_DEPTH;
 use super::{FileType, Filesystem, Nid};
 
-/// Blocks without a further name that an index reads at most. The size of a damaged directory can
-/// be 2^63, without a byte of content.
+/// Blocks without a further name that an index reads at most, apart from the first one of each
+/// directory. The size of a damaged directory can be 2^63, without a byte of content.
 const MAX_FRUITLESS: usize = 1 << 16;
 
 /// An index of the names of a tree, or of its readable part, for paths in messages.
 ///
 /// The constructor reads all directories. It skips damaged blocks and directories that occur twice,
-/// and ends after [`MAX_FRUITLESS`] blocks of these kinds.
+/// and ends early if it has read tens of thousands of blocks in vain.
 #[derive(Debug)]
 pub struct PathIndex {
     root: Nid,
@@ -78,7 +78,8 @@ impl PathIndex {
                     }
                     next
                 });
-                fruitless += usize::from(index.entries.len() == known);
+                // The first block of an empty directory has no name either.
+                fruitless += usize::from(block > 0 && index.entries.len() == known);
                 if is_full || fruitless > MAX_FRUITLESS {
                     break 'all;
                 }

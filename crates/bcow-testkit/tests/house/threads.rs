@@ -2,8 +2,6 @@
 //! functions panic if the system refuses a thread, as it does at the limit of a cgroup, and a
 //! process with mounts must not end because of that.
 
-use std::path::Path;
-
 use syn::visit::{self, Visit};
 
 use super::modules::is_for_tests;
@@ -67,7 +65,7 @@ fn no_thread_is_started_that_could_be_refused() {
         {
             continue;
         }
-        let text = std::fs::read_to_string(super::root().join(Path::new(&path))).expect("a text");
+        let text = std::fs::read_to_string(super::root().join(&path)).expect("a text");
         let spawns = spawns(&text);
         if !spawns.is_empty() {
             found.insert(name, spawns);
