@@ -30,7 +30,7 @@ CALLS = ("open,openat,openat2,write,pwrite64,writev,pwritev,pwritev2,lseek,fsync
          "ftruncate,truncate,fallocate,copy_file_range,sendfile,splice,rename,renameat,renameat2,"
          "link,linkat,unlink,unlinkat,rmdir,mkdir,mkdirat,symlink,symlinkat,mknod,mknodat,setxattr,"
          "lsetxattr,fsetxattr,removexattr,lremovexattr,fremovexattr,chmod,fchmod,fchmodat,chown,"
-         "lchown,fchown,fchownat,ioctl,fcntl")
+         "lchown,fchown,fchownat,ioctl,fcntl,clone,clone3,fork,vfork")
 LINE = re.compile(r"(\d+\.\d+) (\w+)\((.*)\)\s+= (\d+)(?:<([^>]*)>)?.* <(\d+\.\d+)>")
 # An open file as strace shows it: its number, its path.
 FILE = r"(\d+)<([^>]*)>(?:\(deleted\))?"
@@ -266,13 +266,13 @@ class Recorder:
         """The recording, when all recorded processes have ended."""
         lines = []
         for path in glob.glob(os.path.join(self.logs.name, "*")):
-            run, _ = os.path.basename(path).split(".")
+            run, thread = os.path.basename(path).split(".")
             with open(path) as log:
                 for line in log:
                     if match := LINE.match(line):
                         begin, call, arguments, result, shown, seconds = match.groups()
-                        lines.append((float(begin), float(begin) + float(seconds), run, call,
-                                      arguments, int(result), shown))
+                        lines.append((float(begin), float(begin) + float(seconds), run, thread,
+                                      call, arguments, int(result), shown))
         lines.sort(key=lambda line: line[0])
         self.logs.cleanup()
         return Recording(self.top, self.first, lines, self.asked, self.answered)
@@ -286,12 +286,16 @@ class Recording:
         self.changes = []
         self.tree = first.copy()
         self.next = len(first.nodes)
-        # Nodes by the numbers of open files, and by the paths of files without a name.
-        self.opened, self.unnamed, self.positions = {}, {}, {}
+        # Nodes by the paths of files without a name.
+        self.unnamed = {}
+        # For each thread, the nodes and the positions of its open files, by their numbers. The
+        # threads of a process have the same ones.
+        self.files = {}
         # The current directory of each recorded command.
         self.currents = {}
-        for begin, end, self.run, call, arguments, result, shown in lines:
+        for begin, end, self.run, thread, call, arguments, result, shown in lines:
             self.moment = begin, end
+            self.opened, self.positions = self.files.setdefault((self.run, thread), ({}, {}))
             if match := re.search("AT_FDCWD<([^>]*)>", arguments):
                 self.currents[self.run] = path_of(match[1])
             if handler := getattr(self, f"on_{call}", None):
@@ -352,6 +356,13 @@ class Recording:
         if place is None:
             return 0 if os.path.normpath(path_of(name)) == self.top else None
         return place[0] if place[1] is None else self.tree.nodes[place[0]].names.get(place[1])
+
+    def on_clone(self, arguments, result, _):
+        own = self.opened, self.positions
+        shares = "CLONE_FILES" in arguments
+        self.files[self.run, str(result)] = own if shares else tuple(map(dict, own))
+
+    on_clone3 = on_fork = on_vfork = on_clone
 
     def on_openat(self, arguments, result, shown):
         directory, name, rest = re.match(rf"{NAME}, (.*)", arguments).groups()

@@ -15,8 +15,8 @@ import time
 
 import support
 from promises import promise
-from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, need, read_bytes,
-                     run, until, write_file)
+from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, children, need,
+                     read_bytes, run, until, write_file)
 from test_kernel_driver import KILLS, SECONDS, SEED
 from test_kernel_upper import KernelUpper
 from test_snapshots import SOME, killed_at, request, snapshots
@@ -497,6 +497,32 @@ class Live(Snapshots):
         self.end(self.where)
         self.assert_fork_shows("one", expected)
 
+    @promise("If the process of the mount or the command is killed meanwhile, the file system does "
+             "not stay frozen.")
+    def test_a_file_system_whose_freezer_is_killed_does_not_stay_frozen(self):
+        self.begin()
+        [pid] = set(self.processes())
+        starter = next(child for child in children(pid)
+                       if support.read_text(f"/proc/{child}/comm") == "bcow-starter\n")
+        # When it is about to freeze, has frozen it and not said so, and is about to thaw it.
+        for number, (call, when) in enumerate((("read", 1), ("ioctl", 1), ("ioctl", 2))):
+            with self.subTest(call=call, when=when):
+                self.change()
+                tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-p",
+                                           str(starter), "-e", f"trace={CALLS[call]}", "-e",
+                                           f"inject={CALLS[call]}:signal=SIGKILL:when={when}"])
+                until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{starter}/status"),
+                      "strace")
+                done = bcow("snapshot", self.where, f"s{number}", check=False)
+                tracer.terminate()
+                tracer.wait(timeout=SECONDS)
+                self.assertEqual(done.code == 0, (call, when) == ("ioctl", 2))
+                run("timeout", str(SECONDS), "touch", os.path.join(self.where, f"after{number}"))
+        self.assertEqual(set(snapshots(self.upper)), {"s2"})
+        last = tree.dump(self.where)
+        self.end(self.where)
+        self.assert_shows(self.upper, last)
+
     def test_a_pool_continues_with_the_new_disk(self):
         pool = f"snap{self.tag}"
         bcow("pool", "start", pool)
@@ -619,6 +645,10 @@ class Live(Snapshots):
             self.assertTrue(read[:] == written[:])
         until(lambda: set(self.processes()) not in ({pid}, set()), "the next process")
         self.assertEqual(set(snapshots(self.upper)), {"one"})
+
+
+# The system calls by which the freezer reads its requests, freezes and thaws.
+CALLS = {"read": "read,recvfrom", "ioctl": "ioctl"}
 
 
 class Writer:

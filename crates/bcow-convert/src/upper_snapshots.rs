@@ -195,7 +195,7 @@ pub fn roll_back_upper(
     let target = find_snapshot(upper.display(), &path, name)?;
     // All that can fail comes before the snapshot.
     let new = NewFile::replace(&path)?;
-    let forked = write_over(&target, new.file())?;
+    let forked = write_over(&target, new.file().try_clone().context(cannot)?)?;
     // A record may have less than the disk, and not more.
     let recorded = locked.instance.shrink_to(forked.bytes);
     recorded.map_err(|error| cannot_use(&error))?;
@@ -257,20 +257,21 @@ pub fn fork_upper(
         let name = file.file_name().unwrap_or_default();
         std::fs::hard_link(&file, meta.join(name)).context(cannot)?;
     }
-    let disk = NewFile::create_new(&disk_path(&begun.made()))?;
-    let forked = write_over(&snapshot, disk.file())?;
-    rustix::fs::fchmod(disk.file(), Mode::from_raw_mode(0o600))
+    let disk = disk_path(&begun.made());
+    let file = File::create_new(&disk).context(cannot)?;
+    rustix::fs::fchmod(&file, Mode::from_raw_mode(0o600))
         .map_err(io::Error::from)
         .context(cannot)?;
-    disk.complete()?;
+    let forked = write_over(&snapshot, file)?;
     let record = record(&from.join(META).join(RECORD), forked.bytes).context(cannot)?;
     let written = meta.join(RECORD);
     std::fs::write(&written, record).context(cannot)?;
-    let sync = |path: &Path| File::open(path)?.sync_all();
-    let synced = sync(&written)
-        .and_then(|()| sync(&meta))
-        .and_then(|()| sync(&begun.made()));
-    synced.context(cannot)?;
+    // At the end, so that a host with a journal writes it once.
+    for path in [&disk, &written, &meta, &begun.made()] {
+        File::open(path)
+            .and_then(|file| file.sync_all())
+            .context(cannot)?;
+    }
     begun.complete().map_err(|error| cannot_use(&error))?;
     Ok(Some(forked))
 }
@@ -301,7 +302,7 @@ fn record(path: &Path, bytes: u64) -> io::Result<String> {
 }
 
 /// Writes an empty disk over the snapshot at `below` into `file`.
-fn write_over(below: &Path, file: &File) -> Result<ForkedDisk, CommandError> {
+fn write_over(below: &Path, file: File) -> Result<ForkedDisk, CommandError> {
     let cannot = || format!("cannot make a disk over {}", below.display());
     let options = OpenOptions::default();
     let storage = Arc::new(File::open(below).context(cannot)?);
@@ -319,11 +320,8 @@ fn write_over(below: &Path, file: &File) -> Result<ForkedDisk, CommandError> {
         bytes: create.size,
         backing: entry.name.to_string(),
     };
-    let file = Arc::new(file.try_clone().context(cannot)?);
     let over = (entry, image as Arc<dyn BlockDevice>);
-    Disk::create(file, &create, Some(over), &options)
-        .and_then(Disk::close)
-        .context(cannot)?;
+    Disk::create(Arc::new(file), &create, Some(over), &options).context(cannot)?;
     Ok(forked)
 }
 

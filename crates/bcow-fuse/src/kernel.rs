@@ -545,12 +545,12 @@ impl DiskSnapshots {
         take: impl FnOnce() -> Result<T, SnapshotError>,
     ) -> Result<T, MountError> {
         self.require_space()?;
-        let prepared = self.disk()?.prepare().map_err(SnapshotError::Disk);
-        prepared.map_err(MountError::Snapshot)?;
+        let disk = self.disk()?;
+        let prepare = || disk.prepare().map_err(SnapshotError::Disk);
         let place = &self.mount.place;
         let freezer = freezer(&place.target, place.device.as_deref().unwrap_or_default());
-        let taken =
-            freezer.and_then(|freezer| bcow_mount::while_frozen(&place.target, freezer, take));
+        let taken = freezer
+            .and_then(|freezer| bcow_mount::while_frozen(&place.target, freezer, prepare, take));
         let failed = MountError::process("freeze its file system");
         taken.map_err(failed)?.map_err(MountError::Snapshot)
     }

@@ -305,11 +305,17 @@ pub fn describe_lock_holders(path: &Path) -> Vec<String> {
 /// The service of the process that takes requests for the disk at `path`, or for the upper with
 /// this lock, among the processes of users for which `is_trusted` returns `true`.
 pub fn service_with_control(path: &Path, is_trusted: impl Fn(u32) -> bool) -> Option<Service> {
-    let servers = servers()
-        .into_iter()
-        .filter(|server| !server.is_in_other_namespace && is_trusted(server.uid));
-    let mut services = servers.flat_map(|server| server.services);
-    services.find(|service| service.control.is_some() && uses(service, path))
+    let among = |servers: Vec<Server>| {
+        let trusted = servers
+            .into_iter()
+            .filter(|server| !server.is_in_other_namespace && is_trusted(server.uid));
+        let mut services = trusted.flat_map(|server| server.services);
+        services.find(|service| service.control.is_some() && uses(service, path))
+    };
+    // The process has locked the file. A search of all processes takes the longer the more there
+    // are.
+    let holders = lock_holders(path).into_iter().filter_map(server_of);
+    among(holders.collect()).or_else(|| among(servers()))
 }
 
 /// The mount at `path`, whose links are resolved, and the number of its process, if that is of this

@@ -20,8 +20,9 @@ use rustix::io::Errno;
 use crate::apart::run_apart;
 use crate::ioctl;
 
-/// What the other process writes when the file system is frozen, and when it is thawed again.
-/// Otherwise it writes the error.
+/// What the other process writes when most data is written, when the file system is frozen, and
+/// when it is thawed again. Otherwise it writes the error.
+const SYNCHRONIZED: &str = "synchronized";
 const FROZEN: &str = "frozen";
 const THAWED: &str = "thawed";
 
@@ -56,47 +57,82 @@ impl From<UnixStream> for Freezer {
 }
 
 /// Runs `work` while the file system at `target` is frozen: all that programs have written is on
-/// its device, without a log to replay, and writers wait.
-pub fn while_frozen<T>(target: &Path, freezer: Freezer, work: impl FnOnce() -> T) -> io::Result<T> {
+/// its device, without a log to replay, and writers wait. `prepare` runs before that, when most of
+/// what they have written is on the device. If it fails, nothing is frozen.
+pub fn while_frozen<T, E>(
+    target: &Path,
+    freezer: Freezer,
+    prepare: impl FnOnce() -> Result<(), E>,
+    work: impl FnOnce() -> Result<T, E>,
+) -> io::Result<Result<T, E>> {
     let mut answers = BufReader::new(&freezer.connection);
-    let mut answer = || {
+    let mut expect = |expected: &str| {
         let mut line = String::new();
-        answers
-            .read_line(&mut line)
-            .map(|_| line.trim_end().to_owned())
+        answers.read_line(&mut line)?;
+        match line.trim_end() {
+            found if found == expected => Ok(()),
+            "" => Err(io::ErrorKind::UnexpectedEof.into()),
+            error => Err(io::Error::other(error.to_owned())),
+        }
     };
-    let result = match &*answer()? {
-        FROZEN => Ok(work()),
-        error => Err(io::Error::other(error.to_owned())),
-    };
+    let mut is_frozen = false;
+    let result = expect(SYNCHRONIZED).and_then(|()| match prepare() {
+        Ok(()) => {
+            (&freezer.connection).write_all(b"\n")?;
+            let frozen = expect(FROZEN);
+            // If it was killed, that can have been after the freeze.
+            is_frozen = frozen.as_ref().err().is_none_or(is_end);
+            frozen.map(|()| work())
+        }
+        Err(error) => Ok(Err(error)),
+    });
     // It reads the end of its input. If it has ended, there is nothing to shut down.
     let _ = freezer.connection.shutdown(Shutdown::Write);
-    let is_thawed = answer().is_ok_and(|line| line == THAWED);
+    let is_thawed = !is_frozen || expect(THAWED).is_ok();
     if let Some(mut child) = freezer.child {
         let _ = child.wait();
     }
-    if result.is_ok() && !is_thawed {
+    if !is_thawed {
         tracing::warn!("the process that froze {} was killed", target.display());
         run_apart(|| File::open(target).is_ok_and(|directory| ioctl::thaw(directory).is_ok()));
     }
     result
 }
 
-/// In a process of its own: freezes the file system at `target`, with the device number `device`,
-/// writes a line, and thaws it at the end of `input`. A file system that another program has frozen
-/// stays frozen.
+fn is_end(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::UnexpectedEof
+}
+
+/// In a process of its own, for [`while_frozen`]: synchronizes the file system at `target`, with
+/// the device number `device`, writes a line, freezes it after a byte of `input`, writes another
+/// line, and thaws it at the end of `input`. A file system that another program has frozen stays
+/// frozen.
 pub fn hold_frozen(
     target: &Path,
     device: &str,
     mut input: impl Read,
     mut output: impl Write,
 ) -> io::Result<()> {
-    let frozen = open(target, device).and_then(freeze);
-    match &frozen {
-        Ok(_) => writeln!(output, "{FROZEN}")?,
-        Err(error) => writeln!(output, "{error}")?,
+    let held = hold(target, device, &mut input, &mut output);
+    if let Err(error) = &held {
+        writeln!(output, "{error}")?;
     }
-    let frozen = frozen?;
+    held
+}
+
+fn hold(
+    target: &Path,
+    device: &str,
+    mut input: impl Read,
+    mut output: impl Write,
+) -> io::Result<()> {
+    let directory = open(target, device)?;
+    // Most data is written before programs have to wait.
+    rustix::fs::syncfs(&directory)?;
+    writeln!(output, "{SYNCHRONIZED}")?;
+    input.read_exact(&mut [0])?;
+    let frozen = freeze(directory)?;
+    writeln!(output, "{FROZEN}")?;
     input.read_to_end(&mut Vec::new())?;
     drop(frozen);
     writeln!(output, "{THAWED}")
@@ -121,8 +157,6 @@ struct Frozen {
 }
 
 fn freeze(directory: File) -> io::Result<Frozen> {
-    // Most data is written before programs have to wait.
-    rustix::fs::syncfs(&directory)?;
     let is_own = match ioctl::freeze(&directory) {
         Ok(()) => true,
         Err(Errno::BUSY) => false,

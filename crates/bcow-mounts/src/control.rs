@@ -3,6 +3,7 @@
 //! The process listens on one abstract Unix socket. It publishes the name with its services, and
 //! only its own user and root can make requests.
 
+use std::cell::Cell;
 use std::io::{self, Read, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
@@ -119,7 +120,7 @@ fn answer(stream: &UnixStream) {
     let line = read_line(stream, MAX_REQUEST_BYTES, Some(PATIENCE));
     let executed = line
         .context(|| INVALID)
-        .and_then(|line| execute(&line, &Client(stream)));
+        .and_then(|line| execute(&line, &Client::new(stream)));
     let answer = executed.unwrap_or_else(SnapshotAnswer::Failed);
     if let Err(error) = send(stream, &answer) {
         tracing::info!("a request of another command: {error}");
@@ -146,13 +147,34 @@ fn require_same_user(stream: &UnixStream) -> Result<(), CommandError> {
 }
 
 /// A client, which ends a removal when it closes its connection.
-struct Client<'s>(&'s UnixStream);
+struct Client<'s> {
+    stream: &'s UnixStream,
+    /// When the kernel was last asked about it: steps can be short.
+    asked: Cell<Option<Instant>>,
+}
+
+impl<'s> Client<'s> {
+    fn new(stream: &'s UnixStream) -> Self {
+        Client {
+            stream,
+            asked: Cell::new(None),
+        }
+    }
+}
+
+/// How often the kernel is asked whether a client has ended.
+const ASKED_EACH: Duration = Duration::from_millis(10);
 
 impl Monitor for Client<'_> {
     fn is_cancelled(&self) -> bool {
+        let asked = self.asked.get();
+        if asked.is_some_and(|asked| asked.elapsed() < ASKED_EACH) {
+            return false;
+        }
+        self.asked.set(Some(Instant::now()));
         // The kernel reports this end without being asked. A client that only sends nothing more
         // still waits for the answer.
-        let mut end = [PollFd::new(self.0, PollFlags::empty())];
+        let mut end = [PollFd::new(self.stream, PollFlags::empty())];
         let ready = rustix::event::poll(&mut end, Some(&Timespec::default()));
         ready.is_ok() && end[0].revents().contains(PollFlags::HUP)
     }

@@ -139,8 +139,8 @@ impl ViewCache {
     }
 
     /// The view in the cache. A file that does not belong there, or that is damaged, counts as
-    /// missing, and is replaced. The whole file is checked: a view is small, and a damaged block
-    /// would fail later reads.
+    /// missing, and is replaced. The whole file is compared with its checksum: a view is small, and
+    /// a damaged block would fail later reads.
     fn cached(&self, directory: &File, image: &dyn ViewedImage, bytes: u64) -> Option<CachedView> {
         let name = name(image, bytes);
         let path = self.directory.join(&name);
@@ -149,7 +149,7 @@ impl ViewCache {
         if let Some(name) = image.name() {
             entries::record_image(&file, &name);
         }
-        let problem = match entries::is_sound(file.clone()) {
+        let problem = match entries::is_as_written(&file) {
             Ok(true) => None,
             Ok(false) => Some("damaged".to_owned()),
             Err(error) => Some(format!("not readable: {error}")),
@@ -230,6 +230,7 @@ impl ViewCache {
         }
         let storage = Arc::new(new.file().try_clone().map_err(io)?);
         file::write(storage, image, bytes)?;
+        entries::record_checksum(new.file());
         new.complete().map_err(failed)?;
         bound::evict(directory, &name, MAX_BYTES);
         Ok(path)

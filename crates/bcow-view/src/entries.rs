@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use bcow::Storage;
 use bcow::check::{CheckOptions, check};
+use bcow::format::{Crc32c, crc32c_matches};
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, Stat, XattrFlags};
 use rustix::io::Errno;
 
@@ -14,6 +15,10 @@ use rustix::io::Errno;
 const ORIGIN: &str = "user.bcow.origin";
 /// The longest name that is recorded.
 const ORIGIN_BYTES: usize = 1024;
+/// The extended attribute of a view with the CRC32C of its file, as a little-endian number.
+const CHECKSUM: &str = "user.bcow.crc32c";
+/// The file is read in pieces of this size.
+const PIECE_BYTES: usize = 256 << 10;
 
 /// A view in the directory of a cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,6 +146,43 @@ pub(crate) fn is_sound(view: Arc<dyn Storage>) -> Result<bool, bcow::Error> {
     }
 }
 
+/// As [`is_sound`], of a file whose checksum may be recorded: a comparison with that reads the file
+/// once, and decodes no block. The one of a file without it is recorded.
+pub(crate) fn is_as_written(view: &Arc<File>) -> Result<bool, bcow::Error> {
+    let mut recorded = [0; 4];
+    let length = rustix::fs::fgetxattr(&**view, CHECKSUM, &mut recorded[..]);
+    if length == Ok(recorded.len())
+        && checksum(view).is_ok_and(|found| crc32c_matches(u32::from_le_bytes(recorded), found))
+    {
+        return Ok(true);
+    }
+    let is_sound = is_sound(view.clone())?;
+    if is_sound {
+        record_checksum(view);
+    }
+    Ok(is_sound)
+}
+
+/// Records the checksum of a complete view. Where that is not possible, each opening decodes all
+/// blocks.
+pub(crate) fn record_checksum(view: &File) {
+    if let Ok(checksum) = checksum(view) {
+        let value = checksum.to_le_bytes();
+        let _ = rustix::fs::fsetxattr(view, CHECKSUM, &value, XattrFlags::empty());
+    }
+}
+
+fn checksum(view: &File) -> io::Result<u32> {
+    let (mut crc, mut piece) = (Crc32c::new(), vec![0; PIECE_BYTES]);
+    let length = Storage::len(view)?;
+    for at in (0..length).step_by(PIECE_BYTES) {
+        let piece = &mut piece[..(length - at).min(PIECE_BYTES as u64) as usize];
+        Storage::read_at(view, at, piece)?;
+        crc.update(piece);
+    }
+    Ok(crc.finish())
+}
+
 /// Removes a view.
 pub(crate) fn remove(directory: &File, name: &str, which: Remove) -> io::Result<Removal> {
     if which == Remove::Unused {
@@ -195,6 +237,23 @@ fn image_name(view: &File) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_recorded_checksum_is_that_of_the_file_as_it_is() {
+        let file = tempfile::tempfile_in(".").unwrap();
+        let content = vec![7; PIECE_BYTES + 100];
+        Storage::write_at(&file, 0, &content).unwrap();
+        let file = Arc::new(file);
+        record_checksum(&file);
+        // It is no view, so only the checksum makes it right.
+        assert!(is_as_written(&file).unwrap());
+        Storage::write_at(&*file, PIECE_BYTES as u64 + 1, &[8]).unwrap();
+        assert!(!is_as_written(&file).unwrap_or(false));
+        Storage::write_at(&*file, PIECE_BYTES as u64 + 1, &[7]).unwrap();
+        assert!(is_as_written(&file).unwrap());
+        file.set_len(PIECE_BYTES as u64).unwrap();
+        assert!(!is_as_written(&file).unwrap_or(false));
+    }
 
     #[test]
     fn names_of_views_are_known() {

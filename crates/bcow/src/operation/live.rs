@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::snapshot::{SnapshotError, Snapshotted, copy_snapshot, snapshot};
+use super::snapshot::{Earlier, SnapshotError, Snapshotted, copy_snapshot, snapshot};
 use crate::disk::{Closed, Gate, Pass};
 use crate::sync::{Mutex, MutexGuard, lock};
 use crate::{BlockDevice, Disk, Error, Ledger, LockedFile, Space, Status, WritableDevice};
@@ -29,12 +29,13 @@ pub(super) struct Top {
     pub(super) height: AtomicU32,
 }
 
-/// A snapshot that was taken. Dropping this releases the tables of the earlier disk, which takes
-/// the longer the more was written: no operation should wait for it.
+/// A snapshot that was taken. Dropping this releases its unused space and the tables of the earlier
+/// disk, which takes the longer the more was written: no operation should wait for it.
 pub struct Taken {
     /// The path of the snapshot.
     pub path: PathBuf,
-    _earlier: Arc<Top>,
+    _earlier: Earlier,
+    _top: Arc<Top>,
 }
 
 impl LiveDisk {
@@ -113,10 +114,14 @@ impl LiveDisk {
         let mut closed = self.gate.close();
         let top = closed.get();
         let height = top.height.load(Ordering::Relaxed);
-        let Snapshotted { disk, file, path } =
-            snapshot(&top.disk, &top.file, name, height, note, ledger)?;
+        let Snapshotted {
+            earlier,
+            disk,
+            file,
+            path,
+        } = snapshot(&top.disk, &top.file, name, height, note, ledger)?;
         is_replaced(file.file());
-        let earlier = closed.replace(Top {
+        let top = closed.replace(Top {
             disk: Arc::new(disk),
             file,
             height: (height + 1).into(),
@@ -124,6 +129,7 @@ impl LiveDisk {
         Ok(Taken {
             path,
             _earlier: earlier,
+            _top: top,
         })
     }
 

@@ -54,8 +54,8 @@ pub use rebase::{rebase, rebase_reference};
 pub use remove::{RemoveError, Removed, tree_to_change};
 pub use rewrite::{RewriteOptions, WRITABLE_LOG_BYTES, rewrite};
 pub use snapshot::{
-    SnapshotError, Snapshotted, absorb_backing, copy_snapshot, is_snapshot_name, remove_unfinished,
-    snapshot, snapshot_name, snapshot_path, sync_directory_of,
+    Earlier, SnapshotError, Snapshotted, absorb_backing, copy_snapshot, is_snapshot_name,
+    remove_unfinished, snapshot, snapshot_name, snapshot_path, sync_directory_of,
 };
 
 /// Bytes per step of an operation.
@@ -91,7 +91,7 @@ pub trait Monitor {
         let _ = bytes;
     }
     /// Whether the operation has to end with [`OperationError::Cancelled`]. It asks between any two
-    /// steps of at most 1 MiB.
+    /// steps, each of which copies at most 1 MiB.
     fn is_cancelled(&self) -> bool {
         false
     }

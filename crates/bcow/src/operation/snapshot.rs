@@ -10,10 +10,13 @@
 //!
 //! 1. The disk becomes durable, with an empty log.
 //! 2. The mark is written. Under the name of the disk, it has no effect.
-//! 3. A new empty disk becomes durable under the name of the snapshot. Its backing has that name,
-//!    so it is the only file that is below itself, and every reader refuses it.
+//! 3. A new empty disk becomes durable, and gets the name of the snapshot. Its backing has that
+//!    name, so it is the only file that is below itself, and every reader refuses it.
 //! 4. Both files exchange their names, which is one atomic operation of the host.
-//! 5. The directory becomes durable.
+//! 5. The directory becomes durable. The host keeps the order of changes of names, so the name of
+//!    step 3 needs no barrier of its own.
+//! 6. The snapshot loses its unused space, which can take the longest: writers need not wait for
+//!    it.
 //!
 //! After a crash between 3 and 4, a file remains that is no snapshot. [`remove_unfinished`] removes
 //! it.
@@ -45,12 +48,25 @@ const MAX_NAME_BYTES: usize = 255;
 
 /// A disk whose earlier file is a snapshot now.
 pub struct Snapshotted {
+    /// The disk that this file was.
+    pub earlier: Earlier,
     /// The new disk, over the earlier one.
     pub disk: Disk,
     /// Its file, under the name of the disk, and locked.
     pub file: LockedFile,
     /// Path of the snapshot.
     pub path: PathBuf,
+}
+
+/// A disk whose file became a snapshot. Dropping this releases the unused space of the file; others
+/// can read it meanwhile.
+pub struct Earlier(Arc<Disk>);
+
+impl Drop for Earlier {
+    fn drop(&mut self) {
+        // The snapshot is complete. After a failure, it only has unused space.
+        let _ = self.0.finish();
+    }
 }
 
 /// The reason why there is no snapshot. The disk has not changed.
@@ -126,7 +142,7 @@ pub fn snapshot_name<'f>(disk: &str, file: &'f str) -> Option<&'f str> {
 /// it. `disk` is open in `file`, with `height` files below it; the caller has stopped all its
 /// writers. `note` names this process to other writers.
 ///
-/// The new disk reads through `disk`. It has `ledger`, an empty one.
+/// The new disk reads through the file of `disk`. It has `ledger`, an empty one.
 pub fn snapshot(
     disk: &Arc<Disk>,
     file: &LockedFile,
@@ -150,21 +166,20 @@ pub fn snapshot(
     let over = disk.create_over(file_name.to_owned(), Arc::new(copied()?), ledger);
     let over = over.map_err(SnapshotError::New)?;
     let new_file = LockedFile::of(copied()?, file.path().to_owned(), lock);
-    new.complete().map_err(|error| {
-        let _ = remove_unfinished(&path);
-        not_made(&path, error)
-    })?;
+    new.file().sync_all().map_err(SnapshotError::Host)?;
+    new.name_as(file_name)
+        .map_err(|error| not_made(&path, error))?;
     exchange(file.path(), &path).map_err(|error| {
         // The cause is more precise than an error here.
         let _ = remove_unfinished(&path);
         SnapshotError::Exchange(error)
     })?;
-    // The snapshot is complete. After a failure, it only has unused space at its end.
-    let _ = disk.finish();
+    // A process that continues after the end of this one reads the snapshot.
     if let Err(error) = file.share() {
         tracing::warn!("{} cannot be locked for readers: {error}", path.display());
     }
     Ok(Snapshotted {
+        earlier: Earlier(disk.clone()),
         disk: over,
         file: new_file,
         path,
@@ -268,7 +283,7 @@ pub(super) struct Absorber<'d> {
     buffer: Vec<u8>,
 }
 
-/// A range of the disk, of at most [`STEP_BYTES`].
+/// A range of the disk; one with something to do has at most [`STEP_BYTES`].
 pub(super) struct AbsorbedPiece {
     at: u64,
     pub(super) length: u64,
@@ -311,8 +326,7 @@ impl<'d> Absorber<'d> {
         let is_behind = at >= self.backing_bytes;
         let size = self.disk.size();
         let end = if is_behind { size } else { self.backing_bytes.min(size) };
-        let length = STEP_BYTES.min(end - at);
-        let status = status_or_hole(self.disk, at, length).map_err(OperationError::Read)?;
+        let status = status_or_hole(self.disk, at, end - at).map_err(OperationError::Read)?;
         let work = match (status.depth, status.content) {
             (2, Content::Data) => Some(Absorb::Copy),
             // The end of the backing hides the end of a larger file below it.
@@ -323,7 +337,11 @@ impl<'d> Absorber<'d> {
         };
         Ok(AbsorbedPiece {
             at,
-            length: status.length,
+            length: match work {
+                Some(_) => status.length.min(STEP_BYTES),
+                // Most of a disk has nothing to copy.
+                None => status.length,
+            },
             work,
         })
     }
