@@ -450,7 +450,9 @@ class Mounts(UnionCase):
         before, _, failed = self.run_steps(tracer(log))
         self.assertFalse(failed)
         calls, table = counted(log), collections.Counter()
-        chosen = [(kind, number, fault) for kind in ERRORS for number in numbers_of(
+        # Without random numbers, which Linux always has, Rust's library ends the process.
+        kinds = [kind for kind in ERRORS if kind != "getrandom"]
+        chosen = [(kind, number, fault) for kind in kinds for number in numbers_of(
                       kind, calls, {kind: 0}, 25, self.random)
                   for fault in faults(kind) if "STOP" not in fault]
         for kind, number, fault in chosen if ALL else self.random.sample(chosen, count):
