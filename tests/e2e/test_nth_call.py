@@ -457,20 +457,23 @@ class Mounts(UnionCase):
                   for fault in faults(kind) if "STOP" not in fault]
         for kind, number, fault in chosen if ALL else self.random.sample(chosen, count):
             with self.subTest(kind=kind, number=number, fault=fault):
-                old, new, failed = self.run_steps(
-                    ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}",
-                     "-e", f"inject={kind}:{fault}:when={number}"])
-                if self.was_mounted:
-                    bcow("fsck", self.upper)
-                self.mount.mount()
-                problem = durable_steps.problem_between(durable_steps.files_at(self.where), old,
-                                                        new)
-                self.mount.unmount()
-                self.assertIsNone(problem)
+                table["failed"] += self.fail(kind, number, fault)
                 table[kind] += 1
-                table["failed"] += failed
         if ALL:
             print(self.kind, sum(table.values()) - table["failed"], dict(table), file=sys.stderr)
+
+    def fail(self, kind, number, fault):
+        """Fails one call of each thread. Returns whether something failed."""
+        old, new, failed = self.run_steps(
+            ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}",
+             "-e", f"inject={kind}:{fault}:when={number}"])
+        if self.was_mounted:
+            bcow("fsck", self.upper)
+        self.mount.mount()
+        problem = durable_steps.problem_between(durable_steps.files_at(self.where), old, new)
+        self.mount.unmount()
+        self.assertIsNone(problem)
+        return failed
 
     def test_changes_before_the_fault_are_kept(self):
         self.fail_everywhere(4)
@@ -487,6 +490,12 @@ class Mounts(UnionCase):
 
 class KernelMounts(Mounts):
     kind = "bcow+driver=kernel"
+
+    def test_a_process_without_requests_of_the_kernel_ends(self):
+        # Each thread fails to read one, also while the file system is being mounted.
+        for number in (2, 4, 6):
+            with self.subTest(number=number):
+                self.assertTrue(self.fail("read", number, "error=EIO"))
 
     def test_changes_before_the_fault_are_kept(self):
         self.fail_everywhere(2)

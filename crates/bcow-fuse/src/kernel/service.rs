@@ -26,8 +26,9 @@ pub(super) struct Descriptors {
     /// The kernel ends the mount when its last descriptor is closed. The lock is held to close it,
     /// to duplicate it, and while the kernel mounts the file system; never for a request.
     hidden: Mutex<Option<HiddenMount>>,
-    /// The connection to the kernel, if another process can take it over.
-    connection: Option<OwnedFd>,
+    /// The connection to the kernel, if another process can take it over. The lock is held to close
+    /// it, and to duplicate it; taken after that of the hidden mount.
+    connection: Arc<Mutex<Option<OwnedFd>>>,
     /// The flags of the protocol that are in use.
     agreed: u64,
 }
@@ -78,6 +79,8 @@ impl Service {
         lifetime: Arc<Lifetime>,
     ) -> Result<Self, MountError> {
         let ending = Arc::clone(&lifetime);
+        let connection = Arc::new(Mutex::new(connection));
+        let kept = Arc::clone(&connection);
         let thread = std::thread::Builder::new()
             .name("disk".into())
             .spawn(move || {
@@ -87,6 +90,8 @@ impl Service {
                     first.end();
                 }
                 ending.end();
+                // If the threads could not read from it, the requests that wait fail now.
+                *kept.lock() = None;
                 ended
             })
             .map_err(MountError::process("start a thread"))?;
@@ -153,14 +158,14 @@ impl Descriptors {
     /// Whether another process can take the connection over. It cannot on a kernel before Linux
     /// 6.9.
     pub(super) fn can_be_handed_over(&self) -> bool {
-        self.connection.is_some()
+        self.connection.lock().is_some()
     }
 
     /// Duplicates of the connection and of the hidden mount, for another process; `None` if none
     /// can take them over, or the service has ended.
     pub(super) fn duplicate(&self) -> Result<Option<(OwnedFd, OwnedFd)>, MountError> {
-        let hidden = self.hidden.lock();
-        let (Some(connection), Some(hidden)) = (&self.connection, &*hidden) else {
+        let (hidden, connection) = (self.hidden.lock(), self.connection.lock());
+        let (Some(connection), Some(hidden)) = (&*connection, &*hidden) else {
             return Ok(None);
         };
         Ok(Some((
