@@ -457,12 +457,12 @@ class Mounts(UnionCase):
                   for fault in faults(kind) if "STOP" not in fault]
         for kind, number, fault in chosen if ALL else self.random.sample(chosen, count):
             with self.subTest(kind=kind, number=number, fault=fault):
-                table["failed"] += self.fail(kind, number, fault)
+                table["failed"] += self.fail_one(kind, number, fault)
                 table[kind] += 1
         if ALL:
             print(self.kind, sum(table.values()) - table["failed"], dict(table), file=sys.stderr)
 
-    def fail(self, kind, number, fault):
+    def fail_one(self, kind, number, fault):
         """Fails one call of each thread. Returns whether something failed."""
         old, new, failed = self.run_steps(
             ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kind}",
@@ -495,7 +495,7 @@ class KernelMounts(Mounts):
         # Each thread fails to read one, also while the file system is being mounted.
         for number in (2, 4, 6):
             with self.subTest(number=number):
-                self.assertTrue(self.fail("read", number, "error=EIO"))
+                self.assertTrue(self.fail_one("read", number, "error=EIO"))
 
     def test_changes_before_the_fault_are_kept(self):
         self.fail_everywhere(2)

@@ -25,6 +25,9 @@ import tree
 # The system calls of a command that change files. A fork also makes directories.
 CHANGES = ("pwrite64,fsync,fdatasync,linkat,renameat2,unlink,fchmod,mkdir,rename,"
            "ftruncate").split(",")
+# The system calls by which the process that freezes a file system reads its requests, and with
+# which it freezes and thaws.
+OF_FREEZER = {"read": "read,recvfrom", "ioctl": "ioctl"}
 
 
 class Snapshots(KernelUpper):
@@ -509,8 +512,9 @@ class Live(Snapshots):
             with self.subTest(call=call, when=when):
                 self.change()
                 tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-p",
-                                           str(starter), "-e", f"trace={CALLS[call]}", "-e",
-                                           f"inject={CALLS[call]}:signal=SIGKILL:when={when}"])
+                                           str(starter), "-e", f"trace={OF_FREEZER[call]}", "-e",
+                                           f"inject={OF_FREEZER[call]}:signal=SIGKILL:"
+                                           f"when={when}"])
                 until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{starter}/status"),
                       "strace")
                 done = bcow("snapshot", self.where, f"s{number}", check=False)
@@ -645,10 +649,6 @@ class Live(Snapshots):
             self.assertTrue(read[:] == written[:])
         until(lambda: set(self.processes()) not in ({pid}, set()), "the next process")
         self.assertEqual(set(snapshots(self.upper)), {"one"})
-
-
-# The system calls by which the freezer reads its requests, freezes and thaws.
-CALLS = {"read": "read,recvfrom", "ioctl": "ioctl"}
 
 
 class Writer:

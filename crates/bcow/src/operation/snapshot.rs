@@ -166,7 +166,9 @@ pub fn snapshot(
     let over = disk.create_over(file_name.to_owned(), Arc::new(copied()?), ledger);
     let over = over.map_err(SnapshotError::New)?;
     let new_file = LockedFile::of(copied()?, file.path().to_owned(), lock);
-    new.file().sync_all().map_err(SnapshotError::Host)?;
+    new.file()
+        .sync_all()
+        .map_err(|error| SnapshotError::NewFile(NewFileError::Write(error)))?;
     new.name_as(file_name)
         .map_err(|error| not_made(&path, error))?;
     exchange(file.path(), &path).map_err(|error| {
