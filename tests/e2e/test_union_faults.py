@@ -476,7 +476,7 @@ class LastFlush(UnionCase):
         self.mount.upper = self.upper = os.path.join(disk, "upper")
         os.mkdir(self.upper)
 
-    def fail(self):
+    def fail_writes(self):
         """From now on the disk fails each write to an unallocated block."""
         with (open(os.path.join(self.memory, "filler"), "wb", buffering=0) as file,
               contextlib.suppress(OSError)):
@@ -510,7 +510,7 @@ class LastFlush(UnionCase):
     def lose(self, user=None):
         """Writes data that the disk cannot store, and unmounts; returns the content before that."""
         want = self.synchronised() if self.mount.user is None else None
-        self.fail()
+        self.fail_writes()
         # The host's file system may fail to write its journal at once, and then becomes read-only.
         if self.mount.user is None:
             for name in (BIG, "new"):
@@ -558,7 +558,7 @@ class LastFlush(UnionCase):
         run("fallocate", "-l", "64M", image)
         self.assertLess(os.statvfs(self.memory).f_bavail, free)
         run("fallocate", "-p", "-o", str(at), "-l", str(size), image)
-        self.fail()
+        self.fail_writes()
         with open(self.at("victim"), "r+b", buffering=0) as file:
             # A loop device reports no error for a partly completed write.
             os.pwrite(file.fileno(), b"l" * (size // 2), -at % PAGE)
