@@ -74,6 +74,23 @@ def until(condition, what, seconds=60):
         time.sleep(0.01)
 
 
+def stop(pid):
+    """Stops a process by a signal, and waits until it runs no more: until one of its threads has
+    taken the signal, which lasts on a busy machine, the others run on. A thread inside a system
+    call that no signal ends stops when that is over."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def runs_no_more():
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with (contextlib.suppress(FileNotFoundError, ProcessLookupError),
+                  open(f"/proc/{pid}/task/{thread}/stat", "rb") as stat):
+                if stat.read().rpartition(b") ")[2][:1] not in b"TDZX":
+                    return False
+        return True
+
+    until(runs_no_more, f"process {pid} is stopped")
+
+
 class Caches:
     """The caches of the kernel, which all suites share: a test that drops them waits for those that
     count on what is in them."""

@@ -549,7 +549,7 @@ class Failures(KernelUpper):
         self.begin()
         write_file(os.path.join(self.where, "new"), b"new")
         [pid] = self.processes()
-        os.kill(pid, signal.SIGSTOP)
+        support.stop(pid)
         try:
             refused = self.umount(self.where, check=False)
             assert_refused(self, refused, f"its process {pid} is stopped by a signal")

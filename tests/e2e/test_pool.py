@@ -30,8 +30,8 @@ import test_remote
 import test_union_fsx
 from promises import promise
 from support import (BCOW, UNPRIVILEGED, WORK, Scratch, assert_refused, bcow, for_everyone,
-                     is_mounted, need, read_bytes, read_text, run, set_environment, until,
-                     write_file)
+                     is_mounted, need, read_bytes, read_text, run, set_environment, stop,
+                     until, write_file)
 
 TIMEOUT = 60
 # How often a test kills or replaces the process of a pool under load.
@@ -427,7 +427,7 @@ class Ends(PoolCase):
     def test_stopped_process_is_silent(self):
         self.start()
         pid = self.pid()
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             assert_refused(self, self.bcow("pool", "start", "pool", check=False),
                            "does not answer")

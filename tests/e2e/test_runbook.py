@@ -229,7 +229,7 @@ class Runbook(support.Scratch):
 
     def test_a_mount_hangs(self):
         pid = self.mount()
-        os.kill(pid, signal.SIGSTOP)
+        support.stop(pid)
         until(lambda: self.services()[0]["state"] == "stopped", "the process is stopped")
         self.follow("A mount hangs")
         self.assert_mounted()

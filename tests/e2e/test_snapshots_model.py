@@ -412,7 +412,8 @@ class Sequence:
         if is_cut:
             # Then nothing is written any more.
             for process in (first, *others):
-                process.send_signal(signal.SIGSTOP)
+                if process.poll() is None:
+                    support.stop(process.pid)
             self.host.cut(stop)
         else:
             stop()

@@ -291,7 +291,7 @@ class Mounts(WithMounts):
             self.assertIsNone(of("fetched_bytes_total", key))
         support.until(lambda: int(of("requests_total", "c")), "the requests are counted")
         pids = {served["at"][0]: served["pid"] for served in self.services()}
-        os.kill(pids[roots["c"]], signal.SIGSTOP)
+        support.stop(pids[roots["c"]])
         try:
             # It hangs; the page has the others, and asks once.
             for _ in range(2):

@@ -98,7 +98,7 @@ class Top(support.Scratch):
         self.mount("dead")
         stopped, dead = self.pid("stopped"), self.pid("dead")
         self.addCleanup(os.kill, stopped, signal.SIGKILL)
-        os.kill(stopped, signal.SIGSTOP)
+        support.stop(stopped)
         os.kill(dead, signal.SIGKILL)
         until(lambda: {row["state"] for row in self.top()} == {"stopped", "dead"}, "both states")
         self.assertEqual([row["activity"] for row in self.top()], [None, None])

@@ -18,7 +18,7 @@ import tempfile
 import syscalls
 from promises import promise
 from support import (UNPRIVILEGED, append_to, assert_refused, bcow, flip, is_mounted, overwrite,
-                     read_bytes, read_text, run, until, write_file)
+                     read_bytes, read_text, run, stop, until, write_file)
 from union import UnionCase
 
 BIG = "d2/big"
@@ -215,7 +215,7 @@ class Space(UnionCase):
             for at in 5000, 50_000:
                 want[name][at:at + 7] = b"written"
         # Before the next flush, another program fills the host's file system, root's share too.
-        self.mount.process.send_signal(signal.SIGSTOP)
+        stop(self.mount.process.pid)
         for size in 1 << 20, PAGE:
             with (open(os.path.join(disk, "filler"), "ab", buffering=0) as file,
                   contextlib.suppress(OSError)):

@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn a_recorded_checksum_is_that_of_the_file_as_it_is() {
-        let file = tempfile::tempfile_in(".").unwrap();
+        let file = tempfile::tempfile().unwrap();
         let content = vec![7; PIECE_BYTES + 100];
         Storage::write_at(&file, 0, &content).unwrap();
         let file = Arc::new(file);

@@ -103,6 +103,22 @@ fn is_skip(line: &str) -> bool {
     !line.trim_start().starts_with("//") && SKIPS.iter().any(|text| line.contains(text))
 }
 
+/// What end-to-end tests do not contain, except for the file that explains it: a signal alone stops a
+/// process some time later (`support.stop` waits), and a test case's `fail` hides that of `unittest`.
+const SLIPS: [&str; 2] = ["SIGSTOP", "def fail(self"];
+const SUPPORT: &str = "tests/e2e/support.py";
+
+#[test]
+fn end_to_end_tests_do_not_repeat_known_mistakes() {
+    let mut found = lines_with(|line| SLIPS.iter().any(|slip| line.contains(slip)));
+    assert!(
+        found.remove(SUPPORT).is_some(),
+        "{SUPPORT} stops no process"
+    );
+    found.retain(|file, _| file.ends_with(".py"));
+    super::expect_none("known mistakes of tests", &found);
+}
+
 #[test]
 fn a_homely_word_and_a_long_line_are_found() {
     assert!(has_listed_word("/// Nobody's upper"));
