@@ -265,8 +265,8 @@ class Pooled(Bcow):
         # The process is the supervisor.
         return ["env", f"BCOW_POOLS={self.pools}", BCOW, "pool", "start", "p", "--foreground"]
 
-    def bcow(self, *arguments):
-        return bcow(*arguments, env={"BCOW_POOLS": self.pools}, timeout=60)
+    def bcow(self, *arguments, **options):
+        return bcow(*arguments, env={"BCOW_POOLS": self.pools}, timeout=60, **options)
 
     def mount(self):
         self.start()

@@ -429,7 +429,8 @@ class Mounts(UnionCase):
         try:
             self.mount.mount()
             self.was_mounted = True
-            for step in durable_steps.steps(self.where, 1):
+            for number, step in enumerate(durable_steps.steps(self.where, 1)):
+                self.before_step(number)
                 before = dict(files)
                 step(files)
             before = dict(files)
@@ -441,9 +442,16 @@ class Mounts(UnionCase):
             failed |= bcow("umount", self.where, check=False, timeout=60).code != 0
         if is_mounted(self.where):
             run("umount", "-l", self.where)
-        code = self.mount.process.wait(timeout=60)
+        code = self.end_process()
         self.assertNotIn("panicked", self.mount.release())
         return before, files, failed or code != 0
+
+    def before_step(self, number):
+        pass
+
+    def end_process(self):
+        """Waits until the process without a mount has ended; returns its exit code."""
+        return self.mount.process.wait(timeout=60)
 
     def fail_everywhere(self, count):
         log = os.path.join(self.mount.directory, "calls")
@@ -499,3 +507,20 @@ class KernelMounts(Mounts):
 
     def test_changes_before_the_fault_are_kept(self):
         self.fail_everywhere(2)
+
+
+class PooledMounts(Mounts):
+    """The supervisor of a pool, and the processes that serve its mount one after the other: the
+    first is killed between two changes."""
+
+    kind = "bcow+pool"
+
+    def before_step(self, number):
+        if number == 5:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.mount.serving() or self.fail("no process serves the mount"),
+                        signal.SIGKILL)
+
+    def end_process(self):
+        self.mount.bcow("pool", "stop", "--force", "p", check=False)
+        return super().end_process()

@@ -1,7 +1,7 @@
 //! The system calls that a process cannot make (seccomp(2)). They fail with EPERM, and the process
 //! continues.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use libc::c_long;
 use seccompiler::{
@@ -195,45 +195,26 @@ const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
 /// Refuses [`DANGEROUS`], [`PROGRAMS`], [`MOUNTS`] and new namespaces; and [`OF_ALL_FILES`] if the
 /// process needs none.
 pub fn refuse_dangerous(attributes: Attributes) -> Result<(), Error> {
-    let mut rules = dangerous()?;
-    refuse_programs(&mut rules)?;
-    rules.append(&mut always(MOUNTS));
-    rules.append(&mut always(&[libc::SYS_unshare]));
+    let mut refused = Refused::dangerous()?;
+    refused.programs()?;
+    refused.always(MOUNTS);
+    refused.always(&[libc::SYS_unshare]);
     if attributes != Attributes::OfAllFiles {
-        rules.append(&mut always(OF_ALL_FILES));
+        refused.always(OF_ALL_FILES);
     }
-    seccompiler::apply_filter(&program(rules)?)
+    seccompiler::apply_filter(&refused.program()?)
 }
 
 /// Refuses [`DANGEROUS`] and new namespaces; and [`PROGRAMS`] if the service starts none.
 pub fn refuse_to_service(service: Service) -> Result<(), Error> {
-    let mut rules = dangerous()?;
+    let mut refused = Refused::dangerous()?;
     if service == Service::Mounts {
-        refuse_programs(&mut rules)?;
+        refused.programs()?;
     }
     // A thread can have a working directory of its own.
     let is_namespace = rule(0, SeccompCmpOp::Ne, libc::CLONE_FS as u64)?;
-    rules.insert(libc::SYS_unshare, vec![is_namespace]);
-    seccompiler::apply_filter(&program(rules)?)
-}
-
-/// [`DANGEROUS`], limits of other processes and [`REQUESTS`].
-fn dangerous() -> Result<Rules, Error> {
-    let mut rules = always(DANGEROUS);
-    let is_other_process = rule(0, SeccompCmpOp::Ne, 0)?;
-    rules.insert(libc::SYS_prlimit64, vec![is_other_process]);
-    let requests = REQUESTS.map(|request| rule(1, SeccompCmpOp::Eq, request));
-    let requests: Result<Vec<_>, _> = requests.into_iter().collect();
-    rules.insert(libc::SYS_ioctl, requests?);
-    Ok(rules)
-}
-
-/// Adds [`PROGRAMS`] and new processes.
-fn refuse_programs(rules: &mut Rules) -> Result<(), Error> {
-    rules.append(&mut always(PROGRAMS));
-    let is_no_thread = SeccompCmpOp::MaskedEq(libc::CLONE_THREAD as u64);
-    rules.insert(libc::SYS_clone, vec![rule(0, is_no_thread, 0)?]);
-    Ok(())
+    refused.if_one_applies(libc::SYS_unshare, vec![is_namespace]);
+    seccompiler::apply_filter(&refused.program()?)
 }
 
 /// Refuses sockets of all families but Unix and the Internet, and those below TCP and UDP.
@@ -246,30 +227,74 @@ pub fn refuse_families() -> Result<(), Error> {
     let families: Result<Vec<_>, _> = families.into_iter().collect();
     let is_raw = rule(1, TYPE, libc::SOCK_RAW as u64)?;
     let sockets = vec![SeccompRule::new(families?)?, is_raw];
-    seccompiler::apply_filter(&program([(libc::SYS_socket, sockets)].into())?)
+    let mut refused = Refused::default();
+    refused.if_one_applies(libc::SYS_socket, sockets);
+    seccompiler::apply_filter(&refused.program()?)
 }
 
 /// Refuses [`SOCKETS`], [`MESSAGES`] unless the process sends some, messages to other addresses,
 /// and [`ATTRIBUTES`] if the process needs none, to all threads of the process.
 pub fn refuse_sockets(attributes: Attributes, sends_messages: bool) -> Result<(), Error> {
     const ADDRESS: u8 = 4;
-    let mut rules = always(SOCKETS);
+    let mut refused = Refused::default();
+    refused.always(SOCKETS);
     if !sends_messages {
-        rules.append(&mut always(MESSAGES));
+        refused.always(MESSAGES);
     }
     if attributes == Attributes::Refused {
-        rules.append(&mut always(ATTRIBUTES));
+        refused.always(ATTRIBUTES);
     }
     let condition = SeccompCondition::new(ADDRESS, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
     let has_address = SeccompRule::new(vec![condition])?;
-    rules.insert(libc::SYS_sendto, vec![has_address]);
-    seccompiler::apply_filter_all_threads(&program(rules)?)
+    refused.if_one_applies(libc::SYS_sendto, vec![has_address]);
+    seccompiler::apply_filter_all_threads(&refused.program()?)
 }
 
-type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+/// The calls that a filter refuses.
+#[derive(Default)]
+struct Refused {
+    always: BTreeSet<u32>,
+    if_one_applies: BTreeMap<i64, Vec<SeccompRule>>,
+}
 
-fn always(calls: &[c_long]) -> Rules {
-    calls.iter().map(|&call| (call, Vec::new())).collect()
+impl Refused {
+    /// [`DANGEROUS`], limits of other processes and [`REQUESTS`].
+    fn dangerous() -> Result<Self, Error> {
+        let mut refused = Refused::default();
+        refused.always(DANGEROUS);
+        let is_other_process = rule(0, SeccompCmpOp::Ne, 0)?;
+        refused.if_one_applies(libc::SYS_prlimit64, vec![is_other_process]);
+        let requests = REQUESTS.map(|request| rule(1, SeccompCmpOp::Eq, request));
+        let requests: Result<Vec<_>, _> = requests.into_iter().collect();
+        refused.if_one_applies(libc::SYS_ioctl, requests?);
+        Ok(refused)
+    }
+
+    /// [`PROGRAMS`] and new processes.
+    fn programs(&mut self) -> Result<(), Error> {
+        self.always(PROGRAMS);
+        let is_no_thread = SeccompCmpOp::MaskedEq(libc::CLONE_THREAD as u64);
+        self.if_one_applies(libc::SYS_clone, vec![rule(0, is_no_thread, 0)?]);
+        Ok(())
+    }
+
+    fn always(&mut self, calls: &[c_long]) {
+        self.always.extend(calls.iter().map(|&call| call as u32));
+    }
+
+    fn if_one_applies(&mut self, call: c_long, rules: Vec<SeccompRule>) {
+        self.if_one_applies.insert(call, rules);
+    }
+
+    fn program(self) -> Result<BpfProgram, Error> {
+        let refuse = SeccompAction::Errno(libc::EPERM as u32);
+        let target = std::env::consts::ARCH.try_into()?;
+        let rules = SeccompFilter::new(self.if_one_applies, SeccompAction::Allow, refuse, target)?;
+        let mut program = begin();
+        program.append(&mut search(&Vec::from_iter(self.always)));
+        program.append(&mut BpfProgram::try_from(rules)?);
+        Ok(program)
+    }
 }
 
 /// Applies if the lower half of an argument has this value.
@@ -278,32 +303,125 @@ fn rule(argument: u8, operator: SeccompCmpOp, value: u64) -> Result<SeccompRule,
     SeccompRule::new(vec![condition])
 }
 
-fn program(rules: Rules) -> Result<BpfProgram, Error> {
-    let refuse = SeccompAction::Errno(libc::EPERM as u32);
-    let target = std::env::consts::ARCH.try_into()?;
-    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, target)?;
-    let mut program = before();
-    program.append(&mut BpfProgram::try_from(filter)?);
-    Ok(program)
+/// Refuses calls of all architectures of the kernel: clone3(2) is missing, because its flags are in
+/// memory, and the C library then calls clone(2). And no call has a number of x32, the second
+/// numbering of x86-64. The number of the call is loaded.
+fn begin() -> BpfProgram {
+    const X32: u32 = 0x4000_0000;
+    vec![
+        // It is the first field of `struct seccomp_data`.
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        jump(libc::BPF_JEQ, 0, 1, libc::SYS_clone3 as u32),
+        refuse(libc::ENOSYS),
+        jump(libc::BPF_JGE, 0, 1, X32),
+        refuse(libc::EPERM),
+    ]
 }
 
-/// Instructions before those of the rules, which cannot say this: clone3(2) is missing, because its
-/// flags are in memory, and the C library then calls clone(2). And no call has a number of x32,
-/// the second numbering of x86-64.
-fn before() -> BpfProgram {
-    const LOAD_NUMBER: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
-    const JUMP_IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-    const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
-    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
-    const X32: u32 = 0x4000_0000;
-    let instruction = |code, jt, jf, k| sock_filter { code, jt, jf, k };
-    let errno = |errno: i32| libc::SECCOMP_RET_ERRNO | errno as u32;
-    vec![
-        // The number is the first field of `struct seccomp_data`.
-        instruction(LOAD_NUMBER, 0, 0, 0),
-        instruction(JUMP_IF_EQUAL, 0, 1, libc::SYS_clone3 as u32),
-        instruction(RETURN, 0, 0, errno(libc::ENOSYS)),
-        instruction(JUMP_IF_AT_LEAST, 0, 1, X32),
-        instruction(RETURN, 0, 0, errno(libc::EPERM)),
-    ]
+/// Refuses the calls with these numbers, which ascend. The kernel runs a filter once for each
+/// number of a call when a process gets it, so this is a binary search. `seccompiler` compares one
+/// after the other, which took most of the time of the sandbox.
+fn search(numbers: &[u32]) -> BpfProgram {
+    // As many are compared one after the other, each comparison with the distance to the refusal.
+    const FEW: u8 = 4;
+    if numbers.len() <= usize::from(FEW) {
+        let mut program: BpfProgram = (0..numbers.len() as u8)
+            .rev()
+            .zip(numbers)
+            .map(|(distance, &number)| {
+                jump(libc::BPF_JEQ, distance, u8::from(distance == 0), number)
+            })
+            .collect();
+        program.extend((!numbers.is_empty()).then(|| refuse(libc::EPERM)));
+        return program;
+    }
+    let (low, high) = numbers.split_at(numbers.len() / 2);
+    let skip = |program: &BpfProgram| {
+        instruction(libc::BPF_JMP | libc::BPF_JA, 0, 0, program.len() as u32)
+    };
+    let (mut lower, mut higher) = (search(low), search(high));
+    lower.push(skip(&higher));
+    let mut program = vec![jump(libc::BPF_JGE, 0, 1, high[0]), skip(&lower)];
+    program.append(&mut lower);
+    program.append(&mut higher);
+    program
+}
+
+fn refuse(errno: i32) -> sock_filter {
+    let action = libc::SECCOMP_RET_ERRNO | errno as u32;
+    instruction(libc::BPF_RET | libc::BPF_K, 0, 0, action)
+}
+
+/// Skips `jt` instructions if the number of the call compares with `k` so, and `jf` otherwise.
+fn jump(comparison: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
+    instruction(libc::BPF_JMP | comparison | libc::BPF_K, jt, jf, k)
+}
+
+fn instruction(code: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
+    sock_filter {
+        code: code as u16,
+        jt,
+        jf,
+        k,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a program decides for a number, without arguments; and after how many instructions.
+    fn decide(program: &[sock_filter], number: u32) -> (Option<u32>, usize) {
+        let mut at = 0;
+        for steps in 1.. {
+            let Some(one) = program.get(at) else {
+                return (None, steps);
+            };
+            at += 1;
+            let class = u32::from(one.code) & 0x07;
+            let taken = |applies: bool| usize::from(if applies { one.jt } else { one.jf });
+            match (class, u32::from(one.code) & 0xf0) {
+                (libc::BPF_RET, _) => return (Some(one.k), steps),
+                (libc::BPF_JMP, libc::BPF_JA) => at += one.k as usize,
+                (libc::BPF_JMP, libc::BPF_JEQ) => at += taken(number == one.k),
+                (libc::BPF_JMP, libc::BPF_JGE) => at += taken(number >= one.k),
+                _ => assert_eq!(class, libc::BPF_LD),
+            }
+        }
+        unreachable!("no program has so long a way")
+    }
+
+    #[test]
+    fn the_search_finds_the_numbers_in_few_steps() {
+        for count in 0..130 {
+            let numbers: Vec<u32> = (0..count)
+                .map(|number| number * number / 7 + number)
+                .collect();
+            let program = search(&numbers);
+            for number in 0..numbers.last().map_or(10, |last| last + 10) {
+                let (decision, steps) = decide(&program, number);
+                let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+                let wanted = numbers.contains(&number).then_some(refused);
+                assert_eq!(decision, wanted, "{number} of {numbers:?}");
+                assert!(steps <= 24, "{steps} of {}", program.len());
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_of_x32_and_clone3_are_refused_first() {
+        let program = begin();
+        let error = |errno: i32| Some(libc::SECCOMP_RET_ERRNO | errno as u32);
+        let clone3 = libc::SYS_clone3 as u32;
+        for (number, wanted) in [
+            (clone3 - 1, None),
+            (clone3, error(libc::ENOSYS)),
+            (clone3 + 1, None),
+            (0x3fff_ffff, None),
+            (0x4000_0000, error(libc::EPERM)),
+            (u32::MAX, error(libc::EPERM)),
+        ] {
+            assert_eq!(decide(&program, number).0, wanted, "{number}");
+        }
+    }
 }
