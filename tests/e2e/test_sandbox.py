@@ -26,7 +26,7 @@ ESCAPE = os.path.join(TOP, "tests", "e2e", "preload", "escape.c")
 REFUSED = {errno.EPERM, errno.EACCES}
 # The parts of the sandbox, in the order in which a process enters them.
 PARTS = ["no-new-privileges", "no-core-dumps", "calls", "capabilities", "files", "sockets"]
-# The parts of a process that makes mounts with the kernel driver, or needs the network.
+# The parts of a process that needs the network, or of one that makes many mounts.
 PARTS_OF_SERVICES = ["no-new-privileges", "no-core-dumps", "calls-partly", "capabilities-partly",
                      "sockets-partly"]
 # What such a process can do.
@@ -36,6 +36,8 @@ POSSIBLE_IN_SERVICES = {"mount", "umount2", "move_mount", "fsopen", "chmod", "ch
 # The capabilities of a mount with an upper, by their numbers: those to change owners, modes and
 # attributes of all files, to make devices, and to use reserved space and passthrough.
 OF_UPPERS = sum(1 << number for number in (0, 1, 3, 4, 21, 24, 27, 31, 33))
+# Those of a mount of a disk: for its snapshots.
+OF_DISKS = sum(1 << number for number in (0, 1, 3, 4, 24))
 # Of several blocks, so that a read of it reads from the image.
 CONTENT = random.Random(1).randbytes(300_000)
 # A file that every user may read, and that no process of bcow needs.
@@ -288,13 +290,11 @@ class Mount(Sandboxed):
 
     @contextlib.contextmanager
     def mounted(self, *options, image=None, user=None, sandbox="require", allowed=(), possible=(),
-                parts=PARTS, capabilities=0):
+                refused=(), parts=PARTS, capabilities=0, changes="none"):
         """A mount whose process has tried to escape. Ends with the caller's unmount."""
         where = os.path.abspath("mnt")
-        tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}", *allowed]
-        env = self.inside("pread64", *tries, go="go")
-        if "--upper" in options and parts == PARTS:
-            env["ESCAPE_CHANGES_ATTRIBUTES"] = "all"
+        tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}", *allowed, *refused]
+        env = {**self.inside("pread64", *tries, go="go"), "ESCAPE_CHANGES_ATTRIBUTES": changes}
         image = image or self.image
         if user is not None:
             os.chown(where, user, user)
@@ -335,6 +335,16 @@ class Mount(Sandboxed):
             self.assertIn("sandbox:     no-new-privileges", bcow("stats", where).out.decode())
             bcow("umount", where)
             self.assertFalse(is_mounted(where))
+
+    def test_it_knows_itself_when_the_kernel_has_dropped_its_caches(self):
+        need("mkfs.ext4", root=True)
+        for options in ((), ("--upper", "upper"), ("--upper", "disk", "--driver", "kernel")):
+            bcow("mount", self.image, "mnt", "--sandbox", "require", *options)
+            before = json.loads(bcow("stats", "--json", "mnt").out)["process"]
+            drop_caches("3")
+            after = json.loads(bcow("stats", "--json", "mnt").out)["process"]
+            self.assertEqual(after["start_ticks"], before["start_ticks"])
+            bcow("umount", "mnt")
 
     def test_a_signal_unmounts(self):
         with self.mounted() as (where, pid):
@@ -383,7 +393,7 @@ class Mount(Sandboxed):
 
     def test_without_a_sandbox_nothing_is_refused(self):
         need(root=True)
-        for options in ((), ("--upper", "upper")):
+        for options in ((), ("--upper", "upper"), ("--upper", "disk", "--driver", "kernel")):
             with self.mounted(*options, sandbox="off") as (where, _):
                 bcow("umount", where)
             os.unlink(self.outside)
@@ -410,7 +420,7 @@ class Mount(Sandboxed):
 
     def test_an_upper_is_all_that_its_process_changes(self):
         need("setfattr")
-        with self.mounted("--upper", "upper", allowed=[self.in_upper()],
+        with self.mounted("--upper", "upper", allowed=[self.in_upper()], changes="all",
                           capabilities=OF_UPPERS) as (where, _):
             os.unlink(self.in_upper()[1:])
             self.change(where)
@@ -433,7 +443,7 @@ class Mount(Sandboxed):
         os.mkdir("upper")
         os.chown("upper", UNPRIVILEGED, UNPRIVILEGED)
         with self.mounted("--upper", for_everyone("upper"), image=os.path.abspath(
-                "images/users.bcow"), user=UNPRIVILEGED) as (where, pid):
+                "images/users.bcow"), changes="all", user=UNPRIVILEGED) as (where, pid):
             self.change(where, UNPRIVILEGED)
             bcow("snapshot", for_everyone("upper"), "one", user=UNPRIVILEGED)
             self.assert_changed(where, UNPRIVILEGED)
@@ -448,23 +458,36 @@ class Mount(Sandboxed):
                              capabilities=(1 << 64) - 1) as (where, _):
             bcow("umount", where)
 
-    def test_a_mount_with_the_kernel_driver_keeps_what_mounts_need(self):
+    def test_a_disk_is_all_that_its_process_changes(self):
+        """With the kernel driver."""
         need("mkfs.ext4", root=True)
-        options = ("--driver", "kernel", "--upper", "upper")
-        tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}"]
-        with self.mounted(*options, possible={*POSSIBLE_IN_SERVICES, *tries},
-                          parts=PARTS_OF_SERVICES, capabilities=(1 << 64) - 1) as (where, pid):
-            status = read_text(f"/proc/{pid}/status")
-            have = int(re.search(r"CapEff:\s*(\w+)", status)[1], 16)
-            # CAP_SYS_MODULE and CAP_SYS_RAWIO.
-            self.assertEqual(have & (1 << 16 | 1 << 17), 0)
+        options = ("--driver", "kernel", "--upper", "upper", "--log-file", "logs/log")
+        os.mkdir("logs")
+        with self.mounted(*options, allowed=[self.in_upper(), f"w{os.path.abspath('logs/beside')}"],
+                          refused=[f"w{os.path.abspath('upper/beside')}"], changes="open",
+                          capabilities=OF_DISKS) as (where, pid):
+            os.unlink(self.in_upper()[1:])
+            [mounter] = run("pgrep", "-P", str(pid)).out.split()
+            comm = read_text(f"/proc/{mounter.decode()}/comm")
+            self.assertEqual(comm, "bcow-mounter\n")
             self.change(where)
             bcow("snapshot", "upper", "one")
+            bcow("fork", f"{where}@one", "further")
             write_file(f"{where}/copy", b"changed")
             bcow("rollback", where, "one", "--keep", "two", "--restart")
             self.assert_changed(where)
-            bcow("umount", where)
+            bcow("snapshot", where, "three")
+            bcow("snapshot", "rm", where, "three")
+            stats = json.loads(bcow("stats", "--json", where).out)
+            self.assertEqual(stats["sandbox"], PARTS)
+            self.end_by_signal(where, stats["process"]["pid"])
         self.assertEqual(bcow("fsck", "upper", self.image).code, 0)
+
+    def test_an_image_with_the_kernel_driver_is_all_that_its_process_reads(self):
+        need(root=True)
+        # The kernel cannot read it by itself.
+        with self.mounted("--driver", "kernel", "--verify", "merkle") as (where, pid):
+            self.end_by_signal(where, pid)
 
 
 # CAP_CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SYS_PTRACE, SYS_ADMIN, SYS_RESOURCE,

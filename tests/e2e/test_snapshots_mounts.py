@@ -30,6 +30,18 @@ CHANGES = ("pwrite64,fsync,fdatasync,linkat,renameat2,unlink,fchmod,mkdir,rename
 OF_FREEZER = {"read": "read,recvfrom", "ioctl": "ioctl"}
 
 
+def is_held(parent):
+    """Whether a tracer holds the only child of a process at one system call."""
+    seen = set()
+    for _ in range(4):
+        with contextlib.suppress(OSError, ValueError):
+            [child] = children(parent)
+            state = support.read_text(f"/proc/{child}/stat").rpartition(") ")[2][0]
+            seen.add((child, state, support.read_text(f"/proc/{child}/syscall")))
+        time.sleep(0.05)
+    return len(seen) == 1 and next(iter(seen))[1] == "t"
+
+
 class Snapshots(KernelUpper):
     def setUp(self):
         need("strace", "dumpe2fs")
@@ -505,22 +517,29 @@ class Live(Snapshots):
     def test_a_file_system_whose_freezer_is_killed_does_not_stay_frozen(self):
         self.begin()
         [pid] = set(self.processes())
-        starter = next(child for child in children(pid)
-                       if support.read_text(f"/proc/{child}/comm") == "bcow-starter\n")
-        # When it is about to freeze, has frozen it and not said so, and is about to thaw it.
-        for number, (call, when) in enumerate((("read", 1), ("ioctl", 1), ("ioctl", 2))):
+        mounter = next(child for child in children(pid)
+                       if support.read_text(f"/proc/{child}/comm") == "bcow-mounter\n")
+        # When it is about to freeze, has frozen it and not said so, and is about to thaw it. The
+        # tracer holds it there.
+        for number, (call, hold, when) in enumerate((("read", "enter", 1), ("ioctl", "exit", 1),
+                                                     ("ioctl", "enter", 2))):
             with self.subTest(call=call, when=when):
                 self.change()
                 tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-p",
-                                           str(starter), "-e", f"trace={OF_FREEZER[call]}", "-e",
-                                           f"inject={OF_FREEZER[call]}:signal=SIGKILL:"
+                                           str(mounter), "-e", f"trace={OF_FREEZER[call]}", "-e",
+                                           f"inject={OF_FREEZER[call]}:delay_{hold}=3000000:"
                                            f"when={when}"])
-                until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{starter}/status"),
+                until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{mounter}/status"),
                       "strace")
-                done = bcow("snapshot", self.where, f"s{number}", check=False)
+                asker = subprocess.Popen([support.BCOW, "snapshot", self.where, f"s{number}"],
+                                         stderr=subprocess.DEVNULL)
+                until(lambda: is_held(mounter), "the freezer is held")
+                [freezer] = children(mounter)
+                os.kill(int(freezer), signal.SIGKILL)
+                code = asker.wait(timeout=SECONDS)
                 tracer.terminate()
                 tracer.wait(timeout=SECONDS)
-                self.assertEqual(done.code == 0, (call, when) == ("ioctl", 2))
+                self.assertEqual(code == 0, (call, when) == ("ioctl", 2))
                 run("timeout", str(SECONDS), "touch", os.path.join(self.where, f"after{number}"))
         self.assertEqual(set(snapshots(self.upper)), {"s2"})
         last = tree.dump(self.where)

@@ -24,7 +24,7 @@ use crate::names;
 use crate::running;
 use crate::ui::Ui;
 use bcow_images::args::{IMAGE, NameParser};
-use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox};
+use bcow_sandbox::{Access, Attributes, CapabilitySet, OF_DISK, Sandbox};
 use open::{DeviceOptions, Served};
 use ready::{PidFile, Signals, Waiting};
 
@@ -288,12 +288,7 @@ pub(super) fn needs(served: &Served) -> (Vec<(PathBuf, Access)>, CapabilitySet) 
     let written = served.directories();
     let mut capabilities = CapabilitySet::empty();
     if !written.is_empty() {
-        // A new file gets the owner of the disk, and may use blocks that are reserved for root.
-        capabilities = CapabilitySet::CHOWN
-            | CapabilitySet::DAC_OVERRIDE
-            | CapabilitySet::FOWNER
-            | CapabilitySet::FSETID
-            | CapabilitySet::SYS_RESOURCE;
+        capabilities = OF_DISK;
     }
     let written = written.into_iter().map(|path| (path, Access::Write));
     (own.into_iter().chain(written).collect(), capabilities)

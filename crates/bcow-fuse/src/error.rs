@@ -192,7 +192,7 @@ impl MountError {
     }
 
     /// Advice for the user, if there is any.
-    pub fn hint(&self) -> Option<&'static str> {
+    pub fn hint(&self) -> Option<&str> {
         match self {
             MountError::UnknownOption(_) => Some("`bcow mount --help` lists the options"),
             MountError::NoUpper(_) => Some(

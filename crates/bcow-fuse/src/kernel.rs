@@ -13,6 +13,7 @@
 //! device, because nothing has it open any more; and closes the file. This process sees the close,
 //! ends its service, and makes the disk durable.
 
+mod mounter;
 mod place;
 mod service;
 
@@ -26,8 +27,8 @@ use std::sync::{Arc, Weak};
 
 use bcow::operation::{LiveDisk, Monitor, Removed, SnapshotError};
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
-use bcow_mount::filesystem::{self, HEAD_BYTES};
-use bcow_mount::{Access, Freezer, HiddenName, LoopDevice};
+use bcow_mount::filesystem::{self, HEAD_BYTES, Settings};
+use bcow_mount::{Access, Freezer, HiddenMount, HiddenName, run_apart};
 use bcow_union::errors::ErrorLog;
 use bcow_union::log::{self, Severity};
 use parking_lot::Mutex;
@@ -39,7 +40,6 @@ use crate::error::MountError;
 use crate::growth;
 use crate::idle;
 use crate::mount::usable_mountpoint;
-use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
 use crate::process::show_closing;
@@ -47,8 +47,10 @@ use crate::session::{Closer, Unmounter};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
 use crate::unmount::Unmounted;
+use mounter::Wanted;
 use service::Service;
 
+pub use mounter::Mounter;
 pub use place::{DiskHandover, LoopMount};
 
 pub use crate::disk::{Barriers, Device, DiskFiles, DiskMount};
@@ -113,17 +115,27 @@ pub struct DiskStopper {
 struct KernelMount {
     place: LoopMount,
     lifetime: Arc<Lifetime>,
+    /// Has made the mount, if this process may not.
+    mounter: Option<Mounter>,
 }
 
-impl KernelSession {
-    /// Mounts the file system on `disk` at `target`. `threads` threads (at least one) serve the
-    /// disk and count their requests in `stats`. Programs can use the mount once this returns.
-    pub fn mount(
+/// A mount with the kernel driver that is about to be made.
+pub struct NewMount {
+    disk: DiskMount,
+    target: PathBuf,
+    kind: Kind,
+    settings: Settings,
+    /// The hidden mount, and its connection to the kernel.
+    hidden: (HiddenMount, OwnedFd),
+}
+
+impl NewMount {
+    /// Checks that the file system on `disk` can be mounted at `target`. Afterwards, a process with
+    /// a [`Mounter`] needs no right to mount.
+    pub fn prepare(
         disk: DiskMount,
-        stats: Arc<MountStats>,
         target: &Path,
         options: &MountOptions,
-        threads: usize,
     ) -> Result<Self, MountError> {
         let target = usable_mountpoint(target)?;
         let kind = detect(disk.device.block_device())?;
@@ -131,6 +143,35 @@ impl KernelSession {
         if settings.commit_seconds.is_some() && !matches!(kind, Kind::Ext4 | Kind::Btrfs) {
             return Err(no_interval());
         }
+        let hidden = HiddenMount::new()?;
+        Ok(NewMount {
+            disk,
+            target,
+            kind,
+            settings,
+            hidden,
+        })
+    }
+
+    pub fn disk(&self) -> &DiskMount {
+        &self.disk
+    }
+
+    /// Mounts. `threads` threads (at least one) serve the disk and count their requests in `stats`.
+    /// Programs can use the mount once this returns.
+    pub fn mount(
+        self,
+        stats: Arc<MountStats>,
+        threads: usize,
+        mounter: Option<Mounter>,
+    ) -> Result<KernelSession, MountError> {
+        let NewMount {
+            disk,
+            target,
+            kind,
+            settings,
+            hidden,
+        } = self;
         let access = match disk.device {
             Device::Writable(_) => Access::ReadWrite,
             Device::ReadOnly(_) => Access::ReadOnly,
@@ -142,41 +183,46 @@ impl KernelSession {
         // Nothing may fail after the mount: the end of the service would wait for the end of the
         // mount.
         let outcome = Outcome::new()?;
-        let service = Service::start(file, threads)?;
-        let mounted = service.apart(|hidden| {
-            let file = hidden.open(&name.to_string(), access)?;
-            // Dropped at the end: the loop device lives as long as the mount then.
-            let device = LoopDevice::attach(file.as_fd(), access)?;
-            filesystem::mount(device.path(), kind, &target, settings)?;
-            tracing::info!(
-                "{} on {}, direct I/O: {}",
-                kind.name(),
-                device.path().display(),
-                device.has_direct_io()
-            );
-            Ok(device.path().to_owned())
-        });
+        let service = Service::start(file, threads, hidden)?;
+        let mounted = match &mounter {
+            Some(mounter) => {
+                let wanted = Wanted {
+                    kind: kind.name().to_owned(),
+                    name: name.to_string(),
+                    is_writable: access == Access::ReadWrite,
+                    has_barriers: disk.barriers == Barriers::On,
+                };
+                service.with_hidden(|hidden| mounter.mount(wanted, hidden.as_fd()))
+            }
+            None => service
+                .apart(|hidden| mounter::mount(hidden, &name, access, kind, &target, settings)),
+        };
         // The kernel says EIO if the disk fails a write, which the journal needs for example.
-        let loop_device = mounted.map_err(|error| match lifetime.lost() {
+        let attached = mounted.map_err(|error| match lifetime.lost() {
             Some(errno) => MountError::WriteDisk {
                 disk: disk.path.clone(),
                 source: errno.into(),
             },
             None => error,
         })?;
-        let listed = mountinfo::mounted_at(&target).ok().flatten();
-        let place = LoopMount {
-            device: listed.map(|entry| entry.device),
-            loop_device,
-            name,
-            target,
+        tracing::info!(
+            "{} on {}, direct I/O: {}",
+            kind.name(),
+            attached.device.display(),
+            attached.has_direct_io
+        );
+        let mount = KernelMount {
+            place: LoopMount::new(target, attached.device, name),
+            lifetime,
+            mounter,
         };
-        let mount = KernelMount { place, lifetime };
-        Ok(Self::on(
+        Ok(KernelSession::on(
             disk, kind, mount, service, &stats, &errors, outcome,
         ))
     }
+}
 
+impl KernelSession {
     /// Takes over a mount whose process has ended. The content must be that of that process. The
     /// kernel sends the requests again that it has not answered. Another process still has the
     /// descriptors of the mount.
@@ -207,7 +253,11 @@ impl KernelSession {
         // connection.
         let outcome = Outcome::of(outcome)?;
         let service = Service::take_over(file, threads, hidden, connection, agreed)?;
-        let mount = KernelMount { place, lifetime };
+        let mount = KernelMount {
+            place,
+            lifetime,
+            mounter: None,
+        };
         let session = Self::on(disk, kind, mount, service, &stats, &errors, outcome);
         session.is_shared.store(true, Relaxed);
         Ok(session)
@@ -300,7 +350,10 @@ impl KernelSession {
 
     /// Grows the file system to `bytes` bytes, the size of its disk.
     pub fn grow_file_system(&self, bytes: u64) -> Result<(), MountError> {
-        growth::grow_own(&self.mount.place.target, self.kind, bytes)
+        match &self.mount.mounter {
+            Some(mounter) => mounter.grow(bytes),
+            None => growth::grow_own(&self.mount.place.target, self.kind, bytes),
+        }
     }
 
     /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel
@@ -428,7 +481,11 @@ impl Drop for KernelSession {
 impl KernelMount {
     /// Unmounts if the mount still exists; lazily, if it is in use. Safe to call several times.
     fn unmount(&self) -> Unmounted {
-        if self.lifetime.has_ended() { Unmounted::Gone } else { self.place.unmount() }
+        match &self.mounter {
+            _ if self.lifetime.has_ended() => Unmounted::Gone,
+            Some(mounter) => mounter.unmount(),
+            None => self.place.unmount(),
+        }
     }
 }
 
@@ -547,10 +604,28 @@ impl DiskSnapshots {
         self.require_space()?;
         let disk = self.disk()?;
         let prepare = || disk.prepare().map_err(SnapshotError::Disk);
-        let place = &self.mount.place;
-        let freezer = freezer(&place.target, place.device.as_deref().unwrap_or_default());
-        let taken = freezer
-            .and_then(|freezer| bcow_mount::while_frozen(&place.target, freezer, prepare, take));
+        let (place, mounter) = (&self.mount.place, self.mount.mounter.as_ref());
+        let freezer = match mounter {
+            Some(mounter) => mounter.freeze().map(Freezer::from),
+            None => freezer(&place.target, place.number()),
+        };
+        let thaw = || {
+            tracing::warn!(
+                "the process that froze {} was killed",
+                place.target.display()
+            );
+            let thawed = match mounter {
+                Some(mounter) => mounter.thaw(),
+                None => run_apart(|| bcow_mount::thaw(&place.target, place.number()))
+                    .unwrap_or_else(|| Err(Errno::AGAIN.into()))
+                    .map_err(MountError::process("thaw it")),
+            };
+            if let Err(error) = thawed {
+                log::log(Severity::Error, &error.to_string());
+            }
+        };
+        let taken =
+            freezer.and_then(|freezer| bcow_mount::while_frozen(freezer, prepare, take, thaw));
         let failed = MountError::process("freeze its file system");
         taken.map_err(failed)?.map_err(MountError::Snapshot)
     }

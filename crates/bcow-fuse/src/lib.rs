@@ -42,6 +42,7 @@ mod mountinfo;
 pub mod options;
 mod outcome;
 pub mod owners;
+mod packets;
 mod process;
 mod request_threads;
 pub mod session;

@@ -202,7 +202,7 @@ impl MountOptions {
     }
 
     /// The settings for content that is sealed, and never changes, or that is not.
-    fn settings(
+    pub(crate) fn settings(
         &self,
         is_sealed: bool,
         path: &Path,

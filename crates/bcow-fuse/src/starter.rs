@@ -6,8 +6,7 @@
 //! that comes with the request, so that none delays the others.
 
 use std::ffi::{CStr, OsStr, OsString};
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
@@ -18,20 +17,12 @@ use bcow_mount::hold_frozen;
 use nix::sys::signal::SigSet;
 use parking_lot::Mutex;
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
-};
 use rustix::process::{Signal, WaitOptions};
 
 use crate::error::MountError;
 use crate::fork::{fork, keep_only};
 use crate::fusermount::{Ended, run_here};
-
-/// Most bytes of a request: some paths and options.
-const MAX_BYTES: usize = 64 << 10;
-/// Most descriptors of a request: a socket for the answer, and another one.
-const MAX_DESCRIPTORS: usize = 2;
+use crate::packets;
 
 /// The first bytes of requests. Their arguments follow, each after a zero byte.
 const HELPER: u8 = b'h';
@@ -53,10 +44,7 @@ pub(crate) struct Starter {
 /// companion to its end. This process has one thread, and none of the descriptors that only one
 /// process may have.
 pub fn start(companion: impl Fn(OwnedFd)) -> Result<(), MountError> {
-    let flags = SocketFlags::CLOEXEC;
-    let kind = SocketType::SEQPACKET;
-    let pair = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None);
-    let started = pair.map_err(io::Error::from).and_then(|(own, of_starter)| {
+    let started = packets::pair().and_then(|(own, of_starter)| {
         let serve = || {
             // Those to all processes of a service: the process of the pool decides when it ends.
             let _ = SigSet::all().thread_block();
@@ -139,11 +127,7 @@ impl Starter {
             .into_iter()
             .flatten()
             .collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        control.push(SendAncillaryMessage::ScmRights(&descriptors));
-        let part = [IoSlice::new(&bytes)];
-        retry(|| rustix::net::sendmsg(&self.socket, &part, &mut control, SendFlags::NOSIGNAL))?;
+        packets::send(&self.socket, &bytes, &descriptors)?;
         Ok(answer)
     }
 
@@ -197,34 +181,20 @@ fn serve(socket: &OwnedFd, companion: impl Fn(OwnedFd)) -> io::Result<()> {
 
 /// `None` at the end of the socket.
 fn receive(socket: &OwnedFd) -> io::Result<Option<Request>> {
-    loop {
-        let mut bytes = vec![0; MAX_BYTES];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut part = [IoSliceMut::new(&mut bytes)];
-        let flags = RecvFlags::CMSG_CLOEXEC;
-        let received = retry(|| rustix::net::recvmsg(socket, &mut part, &mut control, flags))?;
-        let mut descriptors = control.drain().flat_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(received) => received.collect(),
-            _ => Vec::new(),
-        });
+    while let Some(packet) = packets::receive(socket)? {
+        let mut descriptors = packet.descriptors.into_iter();
         let (answer, other) = (descriptors.next(), descriptors.next());
-        drop(descriptors);
-        bytes.truncate(received.bytes);
-        let mut parts = bytes.split(|&byte| byte == 0);
-        match (parts.next(), answer) {
-            (Some([]) | None, _) => return Ok(None),
-            (Some(&[kind]), Some(answer)) => {
-                return Ok(Some(Request {
-                    kind,
-                    arguments: parts.map(|one| OsString::from_vec(one.to_vec())).collect(),
-                    answer: answer.into(),
-                    other,
-                }));
-            }
-            _ => {}
+        let mut parts = packet.bytes.split(|&byte| byte == 0);
+        if let (Some(&[kind]), Some(answer)) = (parts.next(), answer) {
+            return Ok(Some(Request {
+                kind,
+                arguments: parts.map(|one| OsString::from_vec(one.to_vec())).collect(),
+                answer: answer.into(),
+                other,
+            }));
         }
     }
+    Ok(None)
 }
 
 /// In the process that was started for a request.
@@ -271,24 +241,13 @@ fn execute(request: Request, companion: &impl Fn(OwnedFd)) -> io::Result<()> {
     }
 }
 
-fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> io::Result<T> {
-    loop {
-        match call() {
-            Err(Errno::INTR) => {}
-            done => return Ok(done?),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_request_has_its_arguments_and_its_sockets() {
-        let flags = SocketFlags::CLOEXEC;
-        let kind = SocketType::SEQPACKET;
-        let (own, other) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
+        let (own, other) = packets::pair().unwrap();
         let starter = Starter::new(own);
         let null = std::fs::File::open("/dev/null").unwrap();
         let arguments = [OsStr::new("-u"), OsStr::new(""), OsStr::new("/mnt/a b")];

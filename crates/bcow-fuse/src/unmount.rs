@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
+use serde::{Deserialize, Serialize};
 
 use crate::error::MountError;
 use crate::helper::run_unmount_helper;
@@ -180,7 +181,7 @@ fn resolve(target: &Path) -> PathBuf {
 }
 
 /// The result of an unmount, ordered from best to worst.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Unmounted {
     /// The mount is gone.
     Gone,

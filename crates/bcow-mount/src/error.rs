@@ -76,6 +76,15 @@ pub enum Error {
         /// The kernel's error.
         source: io::Error,
     },
+    /// Another process, which mounts for this one, had the error.
+    #[error("{message}")]
+    OfOtherProcess {
+        message: String,
+        /// The kernel's error.
+        source: io::Error,
+        /// See [`Error::hint`].
+        hint: Option<String>,
+    },
     /// The loop device serves another file by now.
     #[error("{} is no longer the device of the mount", device.display())]
     Replaced { device: PathBuf },
@@ -105,8 +114,9 @@ impl Error {
     }
 
     /// Advice for the user, if there is any.
-    pub fn hint(&self) -> Option<&'static str> {
+    pub fn hint(&self) -> Option<&str> {
         match self {
+            Error::OfOtherProcess { hint, .. } => hint.as_deref(),
             Error::NoFuse(source) if source.kind() == io::ErrorKind::NotFound => Some(
                 "load the kernel module with `modprobe fuse`; in a container, pass the device with \
                  `--device /dev/fuse`",

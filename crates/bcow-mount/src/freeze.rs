@@ -17,7 +17,6 @@ use std::process::{Child, Command};
 
 use rustix::io::Errno;
 
-use crate::apart::run_apart;
 use crate::ioctl;
 
 /// What the other process writes when most data is written, when the file system is frozen, and
@@ -56,14 +55,15 @@ impl From<UnixStream> for Freezer {
     }
 }
 
-/// Runs `work` while the file system at `target` is frozen: all that programs have written is on
+/// Runs `work` while the file system of `freezer` is frozen: all that programs have written is on
 /// its device, without a log to replay, and writers wait. `prepare` runs before that, when most of
-/// what they have written is on the device. If it fails, nothing is frozen.
+/// what they have written is on the device. If it fails, nothing is frozen. `thaw` has to thaw the
+/// file system, whose freezer was killed.
 pub fn while_frozen<T, E>(
-    target: &Path,
     freezer: Freezer,
     prepare: impl FnOnce() -> Result<(), E>,
     work: impl FnOnce() -> Result<T, E>,
+    thaw: impl FnOnce(),
 ) -> io::Result<Result<T, E>> {
     let mut answers = BufReader::new(&freezer.connection);
     let mut expect = |expected: &str| {
@@ -93,8 +93,7 @@ pub fn while_frozen<T, E>(
         let _ = child.wait();
     }
     if !is_thawed {
-        tracing::warn!("the process that froze {} was killed", target.display());
-        run_apart(|| File::open(target).is_ok_and(|directory| ioctl::thaw(directory).is_ok()));
+        thaw();
     }
     result
 }
@@ -148,6 +147,11 @@ fn open(target: &Path, device: &str) -> io::Result<File> {
         rustix::fs::minor(number)
     );
     if device == number { Ok(directory) } else { Err(Errno::NODEV.into()) }
+}
+
+/// Thaws the file system at `target`, with the device number `device`.
+pub fn thaw(target: &Path, device: &str) -> io::Result<()> {
+    Ok(ioctl::thaw(open(target, device)?)?)
 }
 
 /// A frozen file system. Dropping this thaws it, unless another program has frozen it.

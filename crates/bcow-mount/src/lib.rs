@@ -57,7 +57,7 @@ mod name;
 pub use apart::{run_apart, run_apart_with};
 pub use direct::{file_of_source, mount_files};
 pub use error::Error;
-pub use freeze::{Freezer, hold_frozen, while_frozen};
+pub use freeze::{Freezer, hold_frozen, thaw, while_frozen};
 pub use growth::{grow, may_grow, set_size};
 pub use hidden::{HiddenMount, close_backing};
 pub use loop_device::{Access, LoopDevice, backing_of, is_served};

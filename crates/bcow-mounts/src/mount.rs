@@ -18,6 +18,7 @@ use std::sync::Arc;
 
 use bcow::BlockCache;
 use bcow_fuse::daemon::{self, Launch, Readiness};
+use bcow_fuse::kernel::{DiskMount, Mounter};
 use bcow_fuse::options::{Access, Writing};
 use bcow_fuse::session::show_closing;
 use bcow_fuse::signals::{Ground, Signals};
@@ -66,12 +67,12 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     if let Some(cpus) = &args.cpus {
         cpus.confine()?;
     }
-    let prepared = sandbox::prepare(args, &way)?;
+    let prepared = sandbox::prepare(args, &way, &options)?;
     let metrics = args.metrics.as_deref().map(metrics::listen).transpose()?;
     if let Some(path) = &args.log_file {
         log_to(path)?;
     }
-    let prepared = prepared.begin(args)?;
+    let mut prepared = prepared.begin(args)?;
     let running = Running {
         args,
         readiness,
@@ -84,7 +85,8 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
         signals: Some(&running.signals),
         pool: None,
     };
-    let mut mounted = match make(args, way, &mut options, &host, ui)? {
+    let confine = |disk: &_| prepared.confine(args, disk);
+    let mut mounted = match make(args, way, &mut options, &host, confine, ui)? {
         Made::Served(mounted) => mounted,
         Made::Direct(files) => {
             return direct::run(&files, running, &options)
@@ -139,12 +141,13 @@ enum Made {
     Direct(Vec<PathBuf>),
 }
 
-/// Opens the content, and mounts it with its driver.
+/// Opens the content, and mounts it with its driver. `confine`: see [`kernel::mount`].
 fn make(
     args: &MountArgs,
     way: Way,
     options: &mut MountOptions,
     host: &Host<'_>,
+    confine: impl FnOnce(&DiskMount) -> Result<Option<Mounter>, CommandError>,
     ui: &dyn Messages,
 ) -> Result<Made, CommandError> {
     let opened = match (way, args.upper.path()) {
@@ -177,7 +180,7 @@ fn make(
     if let Some(files) = opened.files {
         return Ok(Made::Direct(files));
     }
-    let mounted = kernel::mount(opened, args, options, host)?;
+    let mounted = kernel::mount(opened, args, options, host, confine)?;
     Ok(Made::Served(Box::new(mounted)))
 }
 

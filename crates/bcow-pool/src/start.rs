@@ -240,15 +240,16 @@ fn listen(name: &PoolName) -> Result<(UnixListener, Socket), CommandError> {
         .map_err(|error| refused(format!("{}: {error}", path.display())))?;
     let private = std::fs::Permissions::from_mode(0o600);
     std::fs::set_permissions(&path, private).context(cannot)?;
+    rustix::io::ioctl_fionbio(listener.as_fd(), false)
+        .map_err(io::Error::from)
+        .context(cannot)?;
     let metadata = path.symlink_metadata().context(cannot)?;
+    // Its end takes the lock too, so nothing may fail after this.
     let socket = Socket {
         directory,
         inode: (metadata.dev(), metadata.ino()),
         path,
     };
-    rustix::io::ioctl_fionbio(listener.as_fd(), false)
-        .map_err(io::Error::from)
-        .context(cannot)?;
     Ok((listener, socket))
 }
 

@@ -1,11 +1,14 @@
 //! The files that a process can open (landlock(7)).
 
-use std::path::PathBuf;
+use std::os::fd::IntoRawFd;
+use std::path::{Path, PathBuf};
 
 use landlock::{
     ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, Ruleset, RulesetAttr,
     RulesetCreatedAttr, RulesetStatus, Scope, make_bitflags, path_beneath_rules,
 };
+
+use rustix::fs::{Mode, OFlags};
 
 use crate::{Access, SandboxError};
 
@@ -32,11 +35,24 @@ pub fn restrict(paths: &[(PathBuf, Access)]) -> Result<(), SandboxError> {
     for (path, allowed) in paths {
         // A path that does not exist needs no rule.
         rules = rules.add_rules(path_beneath_rules([path], rights(*allowed)))?;
+        if path.starts_with("/proc") {
+            keep(path);
+        }
     }
     match rules.restrict_self()?.ruleset {
         RulesetStatus::FullyEnforced => Ok(()),
         RulesetStatus::PartiallyEnforced => Err(SandboxError::Partly),
         RulesetStatus::NotEnforced => Err(SandboxError::Landlock),
+    }
+}
+
+/// Keeps a directory open as long as the process lives. A rule belongs to an inode. When the kernel
+/// drops its caches, procfs forgets the inodes that are not open, and later has new ones for the
+/// same directories, to which the rule does not apply.
+fn keep(path: &Path) {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    if let Ok(directory) = rustix::fs::open(path, flags, Mode::empty()) {
+        let _ = directory.into_raw_fd();
     }
 }
 

@@ -109,6 +109,14 @@ pub const OF_UPPER: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::SYS_ADMIN)
     .union(CapabilitySet::SYS_RESOURCE);
 
+/// What a snapshot of a served disk needs: its new file gets the owner of the disk, and may use
+/// blocks that are reserved for root.
+pub const OF_DISK: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
+    .union(CapabilitySet::SYS_RESOURCE);
+
 /// The capabilities of services of root: those for files of any owner and kind, with any
 /// attributes; for mounts; for the limits of resources; and to find out from other processes which
 /// uppers they use.

@@ -348,6 +348,20 @@ impl Image {
         Ok(())
     }
 
+    /// See [`Below::smallest_block`].
+    fn smallest_block(&self, range: Range<u64>) -> Result<Option<u8>, Error> {
+        let mut smallest = None;
+        if self.header.state != State::Sealed {
+            self.each_piece(range, |piece| {
+                let shift = piece.length.ilog2() as u8;
+                if piece.entry != Entry::Absent && smallest.is_none_or(|least| shift < least) {
+                    smallest = Some(shift);
+                }
+            })?;
+        }
+        Ok(smallest)
+    }
+
     fn region(&self, offset: u64) -> ImageRegion<'_> {
         let index = offset >> self.header.region_shift;
         ImageRegion {

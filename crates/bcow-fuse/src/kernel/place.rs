@@ -7,6 +7,7 @@ use bcow_mount::{HiddenName, backing_of, run_apart};
 use rustix::io::Errno;
 
 use crate::disk::DiskFiles;
+use crate::mountinfo;
 use crate::outcome::Outcome;
 use crate::unmount::{Unmounted, unmount_places};
 
@@ -24,6 +25,22 @@ pub struct LoopMount {
 }
 
 impl LoopMount {
+    /// The mount that was just made at `target`.
+    pub(super) fn new(target: PathBuf, loop_device: PathBuf, name: HiddenName) -> Self {
+        let listed = mountinfo::mounted_at(&target).ok().flatten();
+        LoopMount {
+            device: listed.map(|entry| entry.device),
+            loop_device,
+            name,
+            target,
+        }
+    }
+
+    /// The device number; empty if the kernel does not list the mount.
+    pub(super) fn number(&self) -> &str {
+        self.device.as_deref().unwrap_or_default()
+    }
+
     /// Whether the loop device still has the file of this mount.
     pub fn exists(&self) -> bool {
         backing_of(&self.loop_device).as_ref() == Some(&self.name)

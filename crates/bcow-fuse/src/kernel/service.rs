@@ -34,9 +34,12 @@ pub(super) struct Descriptors {
 }
 
 impl Service {
-    /// Makes the hidden mount and serves it with `threads` threads.
-    pub(super) fn start(file: DiskFile, threads: usize) -> Result<Self, MountError> {
-        let (hidden, connection) = HiddenMount::new()?;
+    /// Serves a new hidden mount with `threads` threads.
+    pub(super) fn start(
+        file: DiskFile,
+        threads: usize,
+        (hidden, connection): (HiddenMount, OwnedFd),
+    ) -> Result<Self, MountError> {
         let ours = duplicate(connection.as_fd())?;
         let lifetime = Arc::clone(&file.lifetime);
         let first = file.first_messages.clone();
@@ -112,13 +115,22 @@ impl Service {
         &self,
         work: impl FnOnce(&HiddenMount) -> Result<T, bcow_mount::Error> + Send,
     ) -> Result<T, MountError> {
-        let hidden = self.descriptors.hidden.lock();
+        self.with_hidden(|hidden| {
+            let done = run_apart_with(hidden.as_fd(), || work(hidden));
+            Ok(done.ok_or_else(MountError::no_thread)??)
+        })
+    }
+
+    /// Runs `work` while the hidden mount exists.
+    pub(super) fn with_hidden<T>(
+        &self,
+        work: impl FnOnce(&HiddenMount) -> Result<T, MountError>,
+    ) -> Result<T, MountError> {
         // Only `stop` takes the hidden mount.
-        let Some(hidden) = &*hidden else {
-            return Err(MountError::Session(io::ErrorKind::NotConnected.into()));
-        };
-        let done = run_apart_with(hidden.as_fd(), || work(hidden));
-        Ok(done.ok_or_else(MountError::no_thread)??)
+        match &*self.descriptors.hidden.lock() {
+            Some(hidden) => work(hidden),
+            None => Err(MountError::Session(io::ErrorKind::NotConnected.into())),
+        }
     }
 
     pub(super) fn descriptors(&self) -> &Arc<Descriptors> {

@@ -12,7 +12,7 @@ use bcow::operation::LiveDisk;
 use bcow::{BlockDevice, LockFileError, LockedFile, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::Filesystem;
-use bcow_fuse::kernel::{self, Barriers, Device, DiskFiles, DiskMount, Kind};
+use bcow_fuse::kernel::{self, Barriers, Device, DiskFiles, DiskMount, Kind, Mounter, NewMount};
 use bcow_fuse::options::Access;
 use bcow_fuse::stats::ServedBy;
 use bcow_fuse::{AnySession, KernelSession, MountError, MountOptions, MountStats};
@@ -350,17 +350,21 @@ fn lock_when_free(args: &MountArgs, host: &Host<'_>) -> Result<LockedFile, Comma
     }
 }
 
+/// Mounts the disk. `confine` takes the rights from this process that only the mount needs, if
+/// another process has them.
 pub fn mount(
     opened: Opened,
     args: &MountArgs,
     options: &MountOptions,
     host: &Host<'_>,
+    confine: impl FnOnce(&DiskMount) -> Result<Option<Mounter>, CommandError>,
 ) -> Result<Mounted, CommandError> {
     let grows_to = opened.grows_to;
     let cannot = |error: MountError| cannot_mount(args.image.shown(), &error);
     let start = |disk, stats, threads| {
-        let session = KernelSession::mount(disk, stats, args.directory(), options, threads);
-        let session = session.map_err(cannot)?;
+        let new = NewMount::prepare(disk, args.directory(), options).map_err(cannot)?;
+        let mounter = confine(new.disk())?;
+        let session = new.mount(stats, threads, mounter).map_err(cannot)?;
         if let Some(bytes) = grows_to {
             session.grow_file_system(bytes).map_err(cannot)?;
         }

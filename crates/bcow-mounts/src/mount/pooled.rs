@@ -38,7 +38,7 @@ pub fn mount(
 ) -> Result<Mounted, CommandError> {
     let (way, mut options) = check(args)?;
     refuse_own_mounts(args, devices)?;
-    match make(args, way, &mut options, host, ui)? {
+    match make(args, way, &mut options, host, |_| Ok(None), ui)? {
         Made::Served(mounted) => Ok(*mounted),
         // Unreachable: [`direct::files`] requires a process for each mount with --pool.
         Made::Direct(_) => Err(CommandError::new("no process serves this mount")),

@@ -139,9 +139,26 @@ impl Operation<'_> {
                 return Ok(shift);
             }
         }
+        let wanted = self.as_below(region, wanted)?;
         let mut edit = self.edit(region)?;
         edit.cut(wanted);
         Ok(edit.shift())
+    }
+
+    /// `wanted`, or the size of the smallest block that a disk below has in the region. This disk
+    /// can take the blocks of that one then, when a snapshot is removed: with larger blocks, it
+    /// would need what the others show around them, which can be an image that the command does not
+    /// have.
+    fn as_below(self, region: &Region, wanted: BlockShift) -> Result<BlockShift, Error> {
+        let start = region.start(self.region_shift);
+        let smallest = match &self.config.backing {
+            Some(below) if wanted.get() > CHECKED_SHIFT && self.block_shift.is_none() => {
+                below.smallest_block(start..start + region.length)?
+            }
+            _ => None,
+        };
+        let smallest = smallest.and_then(BlockShift::new);
+        Ok(smallest.map_or(wanted, |shift| shift.min(wanted)))
     }
 
     /// Block size for a region whose first write has `length` bytes.

@@ -98,6 +98,20 @@ impl Below {
         files.map(|file| (&file.entry, &file.device))
     }
 
+    /// log2 of the size of the smallest block of its own that a disk has in this range; `None` if
+    /// no disk has one. A sealed image counts as none: no disk takes its blocks.
+    pub(crate) fn smallest_block(&self, range: Range<u64>) -> Result<Option<u8>, Error> {
+        let mut smallest = None;
+        let images = self.files.iter().filter_map(|file| file.image.as_ref());
+        for (number, image) in images.enumerate() {
+            let range = range.start..range.end.min(image.size());
+            let found = image.smallest_block(range);
+            let found = found.map_err(|error| self.in_backings(number, error))?;
+            smallest = smallest.into_iter().chain(found).min();
+        }
+        Ok(smallest)
+    }
+
     /// Fills `buf` with the content at `start`, and with zeros beyond the end of the backing.
     pub(crate) fn read_at(&self, start: u64, buf: &mut [u8]) -> Result<(), Error> {
         let shown = self.shown(start, buf.len() as u64);

@@ -10,13 +10,13 @@ use bcow::chain::{ChainCause, MAX_DEPTH, NoDigests, NoUrls, NoViews, Opener, Pol
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
     CommitError, CompareError, Monitor, NameError, OperationError, Phase, RewriteOptions,
-    SnapshotError, commit, commit_into_backing, compare, name_backing, open_over, rebase,
-    rebase_reference, rewrite, snapshot,
+    SnapshotError, absorb_backing, commit, commit_into_backing, compare, name_backing, open_over,
+    rebase, rebase_reference, rewrite, snapshot,
 };
 use bcow::{
-    BlockDevice, Compression, CreateOptions, Disk, Error, Image, Keep, Layout, LockFileError,
-    LockedFile, MemoryStorage, NewFile, NewFileError, OneBacking, OpenOptions, Space, Storage,
-    UnreadBackings, WritableDevice, snapshot_time,
+    BackingResolver, BlockDevice, Compression, CreateOptions, Disk, Error, Image, Keep, Layout,
+    LockFileError, LockedFile, MemoryStorage, NewFile, NewFileError, OneBacking, OpenOptions,
+    Space, Storage, UnreadBackings, WritableDevice, snapshot_time,
 };
 use bcow_testkit::{Fault, Faulty, On, PowerCut, Random, Window, assert_sound, changed, content};
 
@@ -306,6 +306,35 @@ fn a_power_cut_in_a_snapshot_changes_no_content() {
         assert!(cuts > 10, "{cuts}");
         drop(over.unwrap());
     }
+}
+
+#[test]
+fn a_disk_takes_the_blocks_of_a_snapshot_without_the_image_below() {
+    const SIZE: u64 = 8 << 20;
+    let image: Arc<dyn BlockDevice> = Arc::new(vec![5; SIZE as usize]);
+    let over = |device| Some((named(None, SIZE), device));
+    let files = [(); 2].map(|()| Arc::new(MemoryStorage::default()));
+    let new = create(SIZE, Layout::Auto);
+    let disk = Disk::create(files[0].clone(), &new, over(image.clone()), &options());
+    let disk = Arc::new(disk.unwrap());
+    disk.write_at(12 * KIB, &[1; 4096]).unwrap();
+    disk.checkpoint().unwrap();
+    let top = disk.create_over("top@one".into(), files[1].clone(), None);
+    let top = top.unwrap();
+    // A region whose first write has this length gets large blocks.
+    top.write_at(256 * KIB, &[2; 256 << 10]).unwrap();
+    top.write_at(4 << 20, &[3; 256 << 10]).unwrap();
+    let shown = content(&top);
+    top.close().unwrap();
+    drop(disk);
+    let one = Image::open_with_backings(files[0].clone(), &options(), &UnreadBackings).unwrap();
+    let unread = UnreadBackings.resolve(&named(None, SIZE)).unwrap();
+    let top = Disk::open(files[1].clone(), &options(), &OneBacking(Some(one))).unwrap();
+    assert_eq!(absorb_backing(&top, SIZE, SIZE, &()).unwrap(), 4096);
+    top.set_backing(over(unread.expect("a device"))).unwrap();
+    top.close().unwrap();
+    let top = Image::open_with_backings(files[1].clone(), &options(), &OneBacking(Some(image)));
+    assert!(content(&*top.unwrap()) == shown);
 }
 
 #[test]
