@@ -522,5 +522,14 @@ class PooledMounts(Mounts):
                         signal.SIGKILL)
 
     def end_process(self):
-        self.mount.bcow("pool", "stop", "--force", "p", check=False)
-        return super().end_process()
+        serving = self.mount.serving()
+        if self.mount.bcow("pool", "stop", "--force", "p", check=False).code != 0:
+            # If its threads cannot send, no request reaches it.
+            self.mount.process.terminate()
+        try:
+            return super().end_process()
+        finally:
+            for pid in filter(None, (self.mount.process.poll() is None and self.mount.process.pid,
+                                     serving)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
