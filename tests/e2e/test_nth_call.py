@@ -64,6 +64,14 @@ ERRORS = {
     "sendto": ("ECONNRESET", "EINTR"),
     "recvfrom": ("ECONNRESET", "EINTR"),
 }
+# Also in the processes of mounts, which send descriptors to each other.
+OF_MOUNTS = {
+    **ERRORS,
+    "sendmsg": ("ECONNRESET", "EINTR", "EMFILE"),
+    "recvmsg": ("ECONNRESET", "EINTR"),
+    "accept4": ("EMFILE",),
+    "poll": ("EINTR", "ENOMEM"),
+}
 KILLS = {*CHANGES.split(","), "mkdir", "copy_file_range"}
 # Sizes of the data in KiB, from too little for anything to enough.
 MEMORY = range(2048, 16 << 10, 128)
@@ -77,7 +85,7 @@ SIZE = 1 << 20
 
 def faults(kind):
     """What can happen at a call of this kind, as strace injects it."""
-    return ([f"error={error}" for error in ERRORS[kind]] + ["signal=STOP"]
+    return ([f"error={error}" for error in OF_MOUNTS[kind]] + ["signal=STOP"]
             + ["signal=KILL"] * (kind in KILLS))
 
 
@@ -105,7 +113,7 @@ def counts(command):
 
 
 def tracer(log):
-    return ["strace", "-D", "-f", "-qq", "-o", log, "-e", f"trace={','.join(ERRORS)}"]
+    return ["strace", "-D", "-f", "-qq", "-o", log, "-e", f"trace={','.join(OF_MOUNTS)}"]
 
 
 def counted(log):
@@ -459,7 +467,7 @@ class Mounts(UnionCase):
         self.assertFalse(failed)
         calls, table = counted(log), collections.Counter()
         # Without random numbers, which Linux always has, Rust's library ends the process.
-        kinds = [kind for kind in ERRORS if kind != "getrandom"]
+        kinds = [kind for kind in OF_MOUNTS if kind != "getrandom"]
         chosen = [(kind, number, fault) for kind in kinds for number in numbers_of(
                       kind, calls, {kind: 0}, 25, self.random)
                   for fault in faults(kind) if "STOP" not in fault]

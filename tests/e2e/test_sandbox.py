@@ -18,8 +18,9 @@ import tempfile
 import unittest
 
 import uml
-from support import (BCOW, TOP, UNPRIVILEGED, WORK, bcow, children, for_everyone, is_mounted, need,
-                     need_kernel, read_bytes, read_text, run, served, until, write_file)
+from support import (BCOW, TOP, UNPRIVILEGED, WORK, bcow, children, drop_caches, for_everyone,
+                     is_mounted, need, need_kernel, read_bytes, read_text, run, served, until,
+                     write_file)
 from test_remote import Server, metrics
 
 ESCAPE = os.path.join(TOP, "tests", "e2e", "preload", "escape.c")
@@ -340,11 +341,13 @@ class Mount(Sandboxed):
         need("mkfs.ext4", root=True)
         for options in ((), ("--upper", "upper"), ("--upper", "disk", "--driver", "kernel")):
             bcow("mount", self.image, "mnt", "--sandbox", "require", *options)
-            before = json.loads(bcow("stats", "--json", "mnt").out)["process"]
-            drop_caches("3")
-            after = json.loads(bcow("stats", "--json", "mnt").out)["process"]
+            try:
+                before = json.loads(bcow("stats", "--json", "mnt").out)["process"]
+                drop_caches("3")
+                after = json.loads(bcow("stats", "--json", "mnt").out)["process"]
+            finally:
+                bcow("umount", "mnt")
             self.assertEqual(after["start_ticks"], before["start_ticks"])
-            bcow("umount", "mnt")
 
     def test_a_signal_unmounts(self):
         with self.mounted() as (where, pid):

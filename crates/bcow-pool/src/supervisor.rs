@@ -203,14 +203,15 @@ impl<'a> Supervisor<'a> {
         let child = command.spawn()?;
         // It has the other end of the link.
         drop(command);
-        let process = Process {
+        let mut process = Process {
             child,
             link,
             is_ready: false,
         };
         if let Err(error) = self.give(&process.link) {
-            // It has ended, or ends because nothing follows. The status says more.
-            tracing::debug!("cannot send to the process of the pool: {error}");
+            tracing::warn!("cannot send to the process of the pool: {error}");
+            // It would wait for the rest for ever. If it has ended, the status says more.
+            let _ = process.child.kill();
         }
         Ok(process)
     }
