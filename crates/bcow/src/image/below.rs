@@ -32,7 +32,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use bcow_format::{BackingEntry, Entry};
+use bcow_format::{BackingEntry, BlockShift, Entry};
 
 use super::{Image, give_zeros};
 use crate::cache::{FileId, TableKey};
@@ -108,6 +108,9 @@ impl Below {
             let found = image.smallest_block(range);
             let found = found.map_err(|error| self.in_backings(number, error))?;
             smallest = smallest.into_iter().chain(found).min();
+            if smallest == Some(BlockShift::MIN.get()) {
+                break;
+            }
         }
         Ok(smallest)
     }
