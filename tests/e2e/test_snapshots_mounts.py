@@ -527,7 +527,7 @@ class Live(Snapshots):
                 self.change()
                 tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-p",
                                            str(mounter), "-e", f"trace={OF_FREEZER[call]}", "-e",
-                                           f"inject={OF_FREEZER[call]}:delay_{hold}=3000000:"
+                                           f"inject={OF_FREEZER[call]}:delay_{hold}=4000000:"
                                            f"when={when}"])
                 until(lambda: "TracerPid:\t0" not in support.read_text(f"/proc/{mounter}/status"),
                       "strace")
