@@ -472,8 +472,7 @@ class Failures(KernelUpper):
             time.sleep(rng.random() * 0.1)
             process.kill()
             process.wait(timeout=SECONDS)
-            if is_mounted(self.where):
-                self.umount_killed(self.where)
+            self.end_killed(self.where)
             self.begin(upper)
             assert_same_tree(self, self.lower.tree, self.where)
             self.umount(self.where)

@@ -515,7 +515,7 @@ impl DiskSnapshots {
 
     /// Makes the present content the snapshot `name`, as [`LiveDisk::snapshot`], while the file
     /// system is frozen: it has all that programs have written, and needs no replay. Returns the
-    /// path of the snapshot. `freezer` starts a process that freezes: see
+    /// path of the snapshot. `freezer` starts a process that freezes, if no [`Mounter`] does: see
     /// [`bcow_mount::hold_frozen`].
     ///
     /// If another process can continue with the disk, it needs the ledger that `new_ledger` makes,
