@@ -16,7 +16,7 @@ import time
 
 import support
 from promises import promise
-from support import BCOW, UNPRIVILEGED, bcow, need, read_bytes, run, served, write_file
+from support import BCOW, UNPRIVILEGED, bcow, need, read_bytes, run, served, stop, write_file
 from test_disks import MEBIBYTE, Directory
 
 SIZE = 4 * MEBIBYTE
@@ -453,7 +453,9 @@ class Live(Snapshots):
             with open("/proc/net/unix") as sockets:
                 control = re.search(rf"@(bcow-serve-{server.process.pid}-\d+)", sockets.read())[1]
             for name in "one", "two":
+                stop(server.process.pid)
                 request(control, "vm.bcow", name, remove=True).close()
+                server.process.send_signal(signal.SIGCONT)
                 # The removal is cancelled at its first step, so the snapshot is still there.
                 bcow("snapshot", "rm", "vm.bcow", name)
             # A client that only says that it sends nothing more gets its answer.
