@@ -74,6 +74,11 @@ def until(condition, what, seconds=60):
         time.sleep(0.01)
 
 
+def named(name, processes):
+    """Those of the processes that have this name."""
+    return [pid for pid in processes if read_text(f"/proc/{pid}/comm") == f"{name}\n"]
+
+
 def stop(pid):
     """Stops a process by a signal, and waits until it runs no more: until one of its threads has
     taken the signal, which lasts on a busy machine, the others run on. A thread inside a system

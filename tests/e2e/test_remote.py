@@ -500,6 +500,41 @@ class Registry(RemoteCase):
             self.assertNotIn(b"falsch", failed.err)
             self.assertNotIn(base64.b64encode(b"alice:falsch-0815"), failed.err)
 
+    def test_credentials_come_from_a_helper(self):
+        """A program, which a process in a sandbox cannot start."""
+        key = read_json(self.path("auth.json"))["auths"][self.address]["auth"]
+        user, _, password = base64.b64decode(key).decode().partition(":")
+        secret = json.dumps({"ServerURL": self.address, "Username": user, "Secret": password})
+        for name in "programs", "helpers", "by-helper":
+            os.mkdir(self.path(name))
+        helper = self.path("programs/docker-credential-of-test")
+        write_file(helper, f"#!/bin/sh\ncat > /dev/null; test \"$1\" = get && echo '{secret}'\n")
+        os.chmod(helper, 0o755)
+        write_file(self.path("helpers/config.json"),
+                   json.dumps({"credHelpers": {self.address: "of-test"}}))
+        del self.env["REGISTRY_AUTH_FILE"]
+        # Relative to the directory of the command, which the process of a mount leaves later.
+        self.env["DOCKER_CONFIG"] = "helpers"
+        self.env["PATH"] = os.pathsep.join((self.path("programs"), os.environ["PATH"]))
+        options = ("--no-cache", "--sandbox", "require")
+        listed = self.bcow("ls", self.name, *options, cwd=self.directory)
+        self.assertIn(b"etc\n", listed.out)
+        where = self.path("by-helper")
+        self.bcow("mount", self.name, where, *options, cwd=self.directory)
+        try:
+            self.assertIn("etc", os.listdir(where))
+        finally:
+            bcow("umount", where)
+        self.env["DOCKER_CONFIG"] = self.path("helpers")
+        self.env["BCOW_POOLS"] = self.path("pools")
+        self.bcow("pool", "start", "p", "--sandbox", "require")
+        try:
+            self.bcow("mount", "--pool", "p", "--no-cache", self.name, where)
+            self.assertIn("etc", os.listdir(where))
+            self.bcow("umount", where)
+        finally:
+            self.bcow("pool", "stop", "--force", "p")
+
     def test_layers_are_restored_from_the_registry(self):
         broken = os.path.join(self.cache, "layout")
         shutil.copytree(self.layout, broken)

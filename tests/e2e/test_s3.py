@@ -20,6 +20,7 @@ import tempfile
 import threading
 import urllib.parse
 
+import support
 import test_remote
 import web
 from support import (assert_refused, assert_same_tree, bcow, blobs_of, mounted, overwrite,
@@ -302,6 +303,12 @@ class Bucket(test_remote.WebCase):
             name = f"s3://{BUCKET}/image.bcow"
             self.bcow("fsck", "--data", name)
             with self.mounted(name) as where:
+                pid = json.loads(bcow("stats", "--json", where).out)["process"]["pid"]
+                # The keys are in the memory of one of them, where no other process can look.
+                for process in (pid, *support.children(pid)):
+                    environment = read_bytes(f"/proc/{process}/environ")
+                    self.assertIn(KEY_ID.encode(), environment)
+                    self.assertNotIn(SECRET.encode(), environment)
                 assert_same_tree(self, self.tree, where)
             copy = os.path.join(self.cache, "copy")
             self.bcow("copy", name, copy)

@@ -19,21 +19,24 @@ import unittest
 
 import uml
 from support import (BCOW, TOP, UNPRIVILEGED, WORK, bcow, children, drop_caches, for_everyone,
-                     is_mounted, need, need_kernel, read_bytes, read_text, run, served, until,
-                     write_file)
+                     is_mounted, named, need, need_kernel, read_bytes, read_text, run, served,
+                     until, write_file)
 from test_remote import Server, metrics
 
 ESCAPE = os.path.join(TOP, "tests", "e2e", "preload", "escape.c")
 REFUSED = {errno.EPERM, errno.EACCES}
 # The parts of the sandbox, in the order in which a process enters them.
 PARTS = ["no-new-privileges", "no-core-dumps", "calls", "capabilities", "files", "sockets"]
-# The parts of a process that needs the network, or of one that makes many mounts.
+# The parts of a process that makes many mounts.
 PARTS_OF_SERVICES = ["no-new-privileges", "no-core-dumps", "calls-partly", "capabilities-partly",
                      "sockets-partly"]
 # What such a process can do.
 POSSIBLE_IN_SERVICES = {"mount", "umount2", "move_mount", "fsopen", "chmod", "chown", "setxattr",
                         "utimensat", "mknod", "fchmod", "fchown", "fsetxattr", "socket_tcp",
                         "socket_unix", "connect", "listen", "sendto", "sendmsg", "signal"}
+# The connections of a pool are made by another process.
+POSSIBLE_IN_POOLS = POSSIBLE_IN_SERVICES - {"socket_tcp"}
+MOUNTS = {"mount", "umount2", "move_mount", "fsopen"}
 # The capabilities of a mount with an upper, by their numbers: those to change owners, modes and
 # attributes of all files, to make devices, and to use reserved space and passthrough.
 OF_UPPERS = sum(1 << number for number in (0, 1, 3, 4, 21, 24, 27, 31, 33))
@@ -149,6 +152,36 @@ class Commands(Sandboxed):
     def test_cat_only_copies(self):
         self.check("cat", self.image, "file", "other")
 
+    def test_what_reads_a_remote_image_has_no_network(self):
+        """Another process has."""
+        beside = os.path.abspath("cache/beside")
+        with Server(os.path.abspath("images")) as server:
+            url = server.url("a.bcow")
+            for arguments in (["ls", "-lR", url], ["cat", url, "file"], ["map", url],
+                              ["inspect", "--json", url], ["fsck", "--data", url],
+                              ["convert", url, "made/new.bcow"]):
+                os.makedirs("made", exist_ok=True)
+                arguments += ["--insecure", "--cache-dir", "cache"]
+                readable = arguments[0] in ("fsck", "convert")
+                tries = [f"w{self.outside}", f"w{beside}"]
+                bcow(*arguments, "--sandbox", "require", env=self.inside(
+                    "write", *tries, f"r{ANY_FILE}", f"r{self.image}") | {
+                        "ESCAPE_CHANGES_ATTRIBUTES": "open"})
+                self.assert_refused(allowed=[f"w{beside}", *(
+                    [f"r{ANY_FILE}", f"r{self.image}"] if readable else [])])
+                self.assertFalse(os.path.exists(self.outside))
+
+    def test_the_process_with_the_network_does_nothing_else(self):
+        with Server(os.path.abspath("images")) as server:
+            done = bcow("cat", server.url("a.bcow"), "file", "--insecure", "--no-cache",
+                        "--sandbox", "require", env=self.inside("connect", f"r{ANY_FILE}"))
+        self.assertTrue(done.out == CONTENT)
+        results = self.results()
+        worked = {name for name, number in results.items() if number not in REFUSED}
+        possible = POSSIBLE_IN_SERVICES - MOUNTS | {"fork", "execve", f"r{ANY_FILE}"}
+        self.assertLessEqual(worked, possible)
+        self.assertLessEqual({"socket_tcp", "connect", f"r{ANY_FILE}"}, worked)
+
     def test_map_only_shows_the_map(self):
         self.check("map", self.image)
         self.check("map", "images/disk.bcow")
@@ -203,8 +236,6 @@ class Commands(Sandboxed):
 
     def test_a_sandbox_that_is_required_and_not_possible_is_an_error(self):
         for arguments, reason in [
-                (("ls", "https://localhost:1/a.bcow"), "needs the network"),
-                (("ls", self.image, "--backing-url", "https://localhost"), "needs the network"),
                 (("fsck", "--repair", self.image), "a repair writes"),
                 (("convert", "dir:tree", "new.bcow"), "is a directory"),
                 (("convert", self.image, "oci:new"), "is not a file"),
@@ -256,8 +287,11 @@ class Serve(Sandboxed):
             if name != self.image:
                 client.pwrite(b"x" * 5000, 100)
                 client.flush()
-                bcow("snapshot", name, f"at-{at}-{sandbox}")
+                snapshot = f"at-{at}-{sandbox}"
+                bcow("snapshot", name, snapshot)
                 client.pwrite(b"y", 99)
+                self.assertEqual(client.pread(3, 98), CONTENT[98:99] + b"yx")
+                bcow("snapshot", "rm", name, snapshot)
                 self.assertEqual(client.pread(3, 98), CONTENT[98:99] + b"yx")
             client.shutdown()
         self.assertEqual([name for name in ("s.sock", "pid") if os.path.exists(name)], [])
@@ -275,6 +309,14 @@ class Serve(Sandboxed):
             self.check("images/disk.bcow", at, [f"w{beside}"])
             self.assertTrue(os.path.exists(beside))
 
+    def test_a_disk_over_a_remote_image_gets_snapshots(self):
+        need("nbdsh")
+        allowed = [f"w{os.path.abspath(name)}" for name in ("images/beside", "cache/beside")]
+        with Server(os.path.abspath("images")) as server:
+            bcow("create", "--insecure", "-b", server.url("base.bcow"), "images/over.bcow")
+            self.check("images/over.bcow", "pread64", allowed, "--insecure", "--cache-dir", "cache",
+                       "--backing-url", server.url(""))
+
     def test_without_a_sandbox_nothing_is_refused(self):
         need("nbdsh", root=True)
         for at in ("write", "pread64"):
@@ -290,8 +332,8 @@ class Mount(Sandboxed):
         os.mkdir("mnt")
 
     @contextlib.contextmanager
-    def mounted(self, *options, image=None, user=None, sandbox="require", allowed=(), possible=(),
-                refused=(), parts=PARTS, capabilities=0, changes="none"):
+    def mounted(self, *options, image=None, user=None, sandbox="require", allowed=(), refused=(),
+                capabilities=0, changes="none", before=lambda where: None):
         """A mount whose process has tried to escape. Ends with the caller's unmount."""
         where = os.path.abspath("mnt")
         tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}", *allowed, *refused]
@@ -299,11 +341,13 @@ class Mount(Sandboxed):
         image = image or self.image
         if user is not None:
             os.chown(where, user, user)
-            image, where = for_everyone(image), for_everyone(where)
+            image = image if "://" in image else for_everyone(image)
+            where = for_everyone(where)
             env = {name: for_everyone(value) if "/" in value and ":" not in value else value
                    for name, value in env.items()}
         bcow("mount", image, where, "--sandbox", sandbox, *options, env=env, user=user)
         try:
+            before(where)
             write_file("go", b"")
             read = run("cat", f"{where}/file", user=user)
             self.assertTrue(read.out == CONTENT)
@@ -314,8 +358,8 @@ class Mount(Sandboxed):
                 self.assertEqual(stats["sandbox"], [])
                 self.assert_not_refused()
             else:
-                self.assertEqual(stats["sandbox"], parts)
-                self.assert_refused(allowed, possible)
+                self.assertEqual(stats["sandbox"], PARTS)
+                self.assert_refused(allowed)
                 pid = stats["process"]["pid"]
                 self.assert_status(pid)
                 have = re.search(r"CapEff:\s*(\w+)", read_text(f"/proc/{pid}/status"))[1]
@@ -326,6 +370,12 @@ class Mount(Sandboxed):
             if is_mounted(where):
                 run("umount", "-l", where)
         until(lambda: not os.path.exists(f"/proc/{stats['process']['pid']}"), "the process ends")
+
+    def assert_helper(self, pid, name):
+        """A process of root that does for another one what that cannot."""
+        self.assertEqual(read_text(f"/proc/{pid}/comm"), f"{name}\n")
+        kept = mask(CAPABILITIES + OF_PROGRAMS)
+        self.assert_status(pid, CapEff=kept, CapPrm=kept, CapBnd=kept)
 
     def end_by_signal(self, where, pid):
         os.kill(pid, signal.SIGTERM)
@@ -453,13 +503,89 @@ class Mount(Sandboxed):
             self.end_by_signal(where, pid)
         self.assertEqual(bcow("fsck", "upper", "images/users.bcow").code, 0)
 
-    def test_a_mount_of_a_remote_image_keeps_the_network(self):
-        tries = [f"w{self.outside}", f"r{ANY_FILE}", f"r{self.image}"]
+    def fetcher(self, pid):
+        """The process that makes the connections of another one."""
+        [fetcher] = named("bcow-fetcher", children(pid))
+        return fetcher
+
+    @contextlib.contextmanager
+    def remote(self, *options, changes="open", **more):
+        """A mount of an image on a server that asks for credentials, which its process does not
+        get: those of another process are neither in a file nor in the memory that it can read."""
+        write_file("keys", b"[default]\naws_access_key_id = A\naws_secret_access_key = S\n")
+
+        def before(where):
+            fetcher = self.fetcher(json.loads(bcow("stats", "--json", where).out)["process"]["pid"])
+            for name in ("mem", "environ"):
+                os.symlink(f"/proc/{fetcher}/{name}", f"of-fetcher-{name}")
+
+        secrets = [f"r{os.path.abspath(name)}" for name in (
+            "keys", "of-fetcher-mem", "of-fetcher-environ")]
         with Server(os.path.abspath("images")) as server, \
-                self.mounted("--insecure", image=server.url("a.bcow"), parts=PARTS_OF_SERVICES,
-                             possible={*POSSIBLE_IN_SERVICES, *tries},
-                             capabilities=(1 << 64) - 1) as (where, _):
+                self.mounted("--insecure", "--cache-dir", "cache", *options,
+                             image=server.url("a.bcow"), before=before, changes=changes,
+                             refused=secrets, **more) as (where, pid):
+            fetcher = self.fetcher(pid)
+            self.assert_status(fetcher, CapEff=mask([2]), CapPrm=mask([2]), CapBnd=mask([2]))
+            self.assertEqual(os.readlink(f"/proc/{fetcher}/cwd"), "/")
+            yield where, pid
+        until(lambda: not os.path.exists(f"/proc/{fetcher}"), "its other process ends too")
+
+    def test_a_remote_image_is_all_that_its_process_reads(self):
+        need(root=True)
+        beside = f"w{os.path.abspath('cache/beside')}"
+        with self.remote(allowed=[beside], capabilities=1 << 1) as (where, _):
             bcow("umount", where)
+
+    def test_a_remote_image_has_an_upper_in_it(self):
+        need("setfattr", root=True)
+        beside = f"w{os.path.abspath('cache/beside')}"
+        with self.remote("--upper", "upper", allowed=[beside, self.in_upper()], changes="all",
+                         capabilities=OF_UPPERS) as (where, pid):
+            os.unlink(self.in_upper()[1:])
+            self.change(where)
+            bcow("snapshot", "upper", "one")
+            self.assert_changed(where)
+            self.end_by_signal(where, pid)
+        self.assertEqual(bcow("fsck", "upper", self.image).code, 0)
+
+    def test_a_remote_image_with_the_kernel_driver_is_in_it(self):
+        need("mkfs.ext4", root=True)
+        beside = f"w{os.path.abspath('cache/beside')}"
+        with self.remote("--driver", "kernel", "--upper", "upper",
+                         allowed=[beside, self.in_upper()], capabilities=OF_DISKS) as (where, pid):
+            os.unlink(self.in_upper()[1:])
+            self.change(where)
+            bcow("snapshot", where, "one")
+            self.assert_changed(where)
+            bcow("snapshot", "rm", where, "one")
+            self.end_by_signal(where, pid)
+        self.assertEqual(bcow("fsck", "upper", self.image).code, 0)
+
+    def test_a_remote_mount_of_an_ordinary_user_is_in_it(self):
+        need("fusermount3", root=True)
+        os.mkdir("cache")
+        os.chown("cache", UNPRIVILEGED, UNPRIVILEGED)
+        cache = for_everyone("cache")
+        with Server(os.path.abspath("images")) as server, \
+                self.mounted("--insecure", "--cache-dir", cache, image=server.url("a.bcow"),
+                             allowed=[f"w{cache}/beside"], changes="open",
+                             user=UNPRIVILEGED) as (where, pid):
+            self.fetcher(pid)
+            bcow("umount", where, user=UNPRIVILEGED)
+
+    def test_a_remote_mount_whose_other_process_is_killed_gives_errors_and_ends(self):
+        with Server(os.path.abspath("images")) as server:
+            where = os.path.abspath("mnt")
+            bcow("mount", server.url("a.bcow"), where, "--insecure", "--no-cache", "--sandbox",
+                 "require", "--complete", "never")
+            pid = json.loads(bcow("stats", "--json", where).out)["process"]["pid"]
+            os.kill(int(self.fetcher(pid)), signal.SIGKILL)
+            drop_caches()
+            refused = run("cat", f"{where}/file", f"{where}/other", check=False)
+            self.assertIn(b"Input/output error", refused.err)
+            bcow("umount", where)
+            until(lambda: not os.path.exists(f"/proc/{pid}"), "the process ends")
 
     def test_a_disk_is_all_that_its_process_changes(self):
         """With the kernel driver."""
@@ -471,8 +597,7 @@ class Mount(Sandboxed):
                           capabilities=OF_DISKS) as (where, pid):
             os.unlink(self.in_upper()[1:])
             [mounter] = run("pgrep", "-P", str(pid)).out.split()
-            comm = read_text(f"/proc/{mounter.decode()}/comm")
-            self.assertEqual(comm, "bcow-mounter\n")
+            self.assert_helper(mounter.decode(), "bcow-mounter")
             self.change(where)
             bcow("snapshot", "upper", "one")
             bcow("fork", f"{where}@one", "further")
@@ -583,15 +708,22 @@ class Pool(Service):
                              [PARTS_OF_SERVICES])
             self.assertEqual(json.loads(self.bcow("stats", "--json", where).out)["sandbox"],
                              PARTS_OF_SERVICES)
-            self.assert_only(POSSIBLE_IN_SERVICES | {f"r{ANY_FILE}"})
-            kept = mask(CAPABILITIES)
-            self.assert_status(stats["pid"], CapEff=kept, CapPrm=kept, CapBnd=kept, CapInh="0" * 16)
+            self.assert_only(POSSIBLE_IN_POOLS | {f"r{ANY_FILE}"})
+            kept, of_helpers = mask(CAPABILITIES), mask(CAPABILITIES + OF_PROGRAMS)
+            self.assert_status(stats["pid"], CapEff=kept, CapPrm=kept, CapBnd=of_helpers,
+                               CapInh="0" * 16)
             self.work(where)
             # The mount has an upper, and shares its files: there is an opener.
-            [starter] = children(stats["pid"])
-            self.assertEqual(read_text(f"/proc/{starter}/comm"), "bcow-starter\n")
+            processes = {read_text(f"/proc/{one}/comm").strip(): one
+                         for one in children(stats["pid"])}
+            starter, fetcher = processes.pop("bcow-starter"), processes.pop("bcow-fetcher")
+            self.assertEqual(processes, {})
+            self.assert_status(fetcher, CapEff=mask([2]), CapPrm=mask([2]), CapBnd=of_helpers)
+            supervisor = re.search(r"PPid:\s*(\d+)", read_text(f"/proc/{stats['pid']}/status"))[1]
+            for helper in (supervisor, starter):
+                self.assert_status(helper, CapEff=of_helpers, CapPrm=of_helpers, CapBnd=of_helpers)
             [opener] = children(starter)
-            self.assert_status(opener, CapEff="0" * 16, CapPrm="0" * 16, CapBnd="0" * 16)
+            self.assert_status(opener, CapEff="0" * 16, CapPrm="0" * 16, CapBnd=of_helpers)
             self.bcow("pool", "restart", "p")
             self.assertEqual(json.loads(self.bcow("stats", "--json", where).out)["sandbox"],
                              PARTS_OF_SERVICES)
@@ -603,9 +735,26 @@ class Pool(Service):
             self.assertEqual(stats["sandbox"], PARTS_OF_SERVICES)
             results = self.results()
             worked = {name for name, number in results.items() if number not in REFUSED}
-            self.assertLessEqual(worked, POSSIBLE_IN_SERVICES | {f"r{ANY_FILE}"})
+            self.assertLessEqual(worked, POSSIBLE_IN_POOLS | {f"r{ANY_FILE}"})
             self.assert_status(stats["pid"], CapEff="0" * 16)
             self.work(where)
+
+    def test_it_goes_on_when_the_process_with_the_connections_was_killed(self):
+        def now():
+            return json.loads(self.bcow("pool", "stats", "--json", "p").out)["pid"]
+
+        with self.pool() as (where, stats):
+            [fetcher] = named("bcow-fetcher", children(stats["pid"]))
+            os.kill(int(fetcher), signal.SIGKILL)
+            until(lambda: not os.path.exists(f"/proc/{stats['pid']}"), "the process ends too")
+            self.work(where)
+            self.assertNotEqual(now(), stats["pid"])
+            with Server(os.path.abspath("images")) as server:
+                further = where.removesuffix("mnt") + "other"
+                self.bcow("mount", "--pool", "p", "--insecure", "--no-cache", server.url("a.bcow"),
+                          further)
+                self.assertTrue(run("cat", f"{further}/file").out == CONTENT)
+                self.bcow("umount", further)
 
     def test_without_a_sandbox_nothing_is_refused(self):
         with self.pool(sandbox="off") as (where, stats):

@@ -26,7 +26,7 @@ import test_pool
 from overlay import Entry
 from promises import promise
 from support import (UNPRIVILEGED, WORK, Caches, assert_refused, bcow, children, drop_caches,
-                     is_mounted, need, need_kernel, read_bytes, run, until)
+                     is_mounted, named, need, need_kernel, read_bytes, run, until)
 
 STEPS = test_pool.STEPS
 LARGE = 300_000
@@ -611,7 +611,7 @@ class Sharing(ShareCase):
 
         until(is_closed, "the descriptors of the mount are closed")
         self.bcow("umount", first)
-        [starter] = children(pid)
+        [starter] = named("bcow-starter", children(pid))
         [opener] = children(starter)
         self.bcow("pool", "stop", "pool")
         for one in (pid, supervisor, starter, opener):

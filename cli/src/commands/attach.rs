@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_fuse::daemon::{self, Readiness};
-use bcow_fuse::fork::{fork, keep_only};
 use bcow_images::Name;
 use bcow_images::sandbox::{self, SandboxArgs};
 use bcow_mounts::failure as daemon_failure;
@@ -19,6 +18,7 @@ use bcow_mounts::nbd_device::{NbdDevice, driver_failure};
 use bcow_nbd::netlink::{Connect, Driver};
 use bcow_nbd::proto::Framing;
 use bcow_nbd::{Exports, Server, ServerOptions};
+use bcow_sandbox::fork::{fork, keep_only};
 use bcow_sandbox::{Access, CapabilitySet, Sandbox};
 use bcow_union::log;
 
@@ -224,7 +224,8 @@ fn attach(args: &Args, ui: &Ui, served: &Served, attaching: Attaching) -> Result
         ours.push(OwnedFd::from(one));
         theirs.push(other);
     }
-    let (mut paths, capabilities) = needs(served);
+    sandbox::seal(&args.stores)?;
+    let (mut paths, capabilities) = needs(served, &args.stores);
     // To detach from the terminal.
     paths.push((PathBuf::from("/dev/null"), Access::Write));
     log::connect_syslog();
@@ -287,7 +288,7 @@ fn publish(
 ) -> Result<Option<Published>, CommandError> {
     let place = args.device.to_string_lossy();
     let mut services = served.services("attach", |_| vec![place.to_string()]);
-    let finished = sandbox.finish(attributes(served));
+    let finished = sandbox.finish(attributes(served, &args.stores));
     finished.context(sandbox::cannot)?;
     for service in &mut services {
         service.sandbox = sandbox.in_force();

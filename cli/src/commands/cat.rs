@@ -46,7 +46,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         .sandbox
         .begin(layers.iter().chain([&args.image]), &args.stores)?;
     let image = OpenImage::open(&args.image, layers, &args.stores)?;
-    sandbox::close(sandbox)?;
+    sandbox::close(sandbox, &args.stores)?;
     let tree = image.tree()?;
     let mut out = ui.output();
     for path in &args.paths {

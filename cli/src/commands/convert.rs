@@ -272,17 +272,17 @@ fn enter_sandbox(args: &Args, source: &Name, destination: &Name) -> Result<(), C
     // An archive that is compressed as a whole becomes a file there.
     let temporary = Some(std::env::temp_dir()).filter(|directory| directory.is_dir());
     paths.extend(temporary.map(|directory| (directory, Access::Write)));
-    if let Apparent::Files(kind) = apparent(source)
-        && !matches!(*kind, Source::Oci { .. } | Source::Tar(_))
-    {
-        // What is in a compressed archive goes to a file without a name.
+    let is_archive = matches!(apparent(source), Apparent::Files(kind)
+        if !matches!(*kind, Source::Oci { .. } | Source::Tar(_)));
+    if is_archive || source.is_remote() {
+        // What is in a compressed archive, or on a mirror, goes to a file without a name.
         paths.push((remote::scratch(), Access::Write));
     }
     if !args.sandbox.is_off() {
         paths.extend(sandbox::views_of(source));
     }
     let capabilities = CapabilitySet::DAC_OVERRIDE | CapabilitySet::SYS_RESOURCE;
-    sandbox::complete(&mut sandbox, &paths, capabilities)
+    sandbox::complete(&mut sandbox, &args.stores, &paths, capabilities)
 }
 
 fn print_image(name: &str, report: &Report, out: &mut Output) -> Result<(), CommandError> {

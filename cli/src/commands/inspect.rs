@@ -73,7 +73,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (_, beside) = image.annotations().unwrap_or_default();
     // The properties of a disk are read under a lock of its file.
     let own = (image.opened().path.clone(), Access::Read);
-    sandbox::complete(&mut sandbox, &[own], CapabilitySet::DAC_READ_SEARCH)?;
+    sandbox::seal(&args.stores)?;
+    let capabilities = CapabilitySet::DAC_READ_SEARCH;
+    sandbox::complete(&mut sandbox, &args.stores, &[own], capabilities)?;
     let (mut facts, failure) = ImageFacts::examine(&image);
     facts.other_platforms = beside.platforms;
     if args.json {

@@ -67,7 +67,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         .sandbox
         .begin(layers.iter().chain([&args.image]), &args.stores)?;
     let image = OpenImage::open_without_content(&args.image, layers, &args.stores, ui)?;
-    sandbox::close(sandbox)?;
+    sandbox::close(sandbox, &args.stores)?;
     let tree = image.tree()?;
     let path = args.path.as_bytes();
     // With -l a link is shown as a link; without, a link to a directory lists the directory.

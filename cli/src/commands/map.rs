@@ -63,7 +63,7 @@ pub struct Args {
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let sandbox = args.sandbox.begin([&args.image], &args.stores)?;
     let image = OpenImage::open_without_content(&args.image, &[], &args.stores, ui)?;
-    sandbox::close(sandbox)?;
+    sandbox::close(sandbox, &args.stores)?;
     let size = image.image().header().size;
     if args.start > size {
         return Err(CommandError::usage(format!(

@@ -222,7 +222,7 @@ fn serve(
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
     // Before the first thread.
-    confine(&mut sandbox, &listeners, pid_file, served)?;
+    confine(&mut sandbox, &listeners, pid_file, served, &args.stores)?;
     signals.on_first(move || {
         let _ = activation::notify("STOPPING=1");
         stopper.stop();
@@ -240,7 +240,7 @@ fn serve(
         uris.collect()
     });
     sandbox
-        .finish(attributes(served))
+        .finish(attributes(served, &args.stores))
         .context(sandbox::cannot)?;
     for service in &mut services {
         service.sandbox = sandbox.in_force();
@@ -265,7 +265,9 @@ fn confine(
     listeners: &[Listener],
     pid_file: Option<&Path>,
     served: &Served,
+    stores: &StoreArgs,
 ) -> Result<(), CommandError> {
+    sandbox::seal(stores)?;
     let sockets = listeners
         .iter()
         .filter_map(|listener| match listener.place() {
@@ -274,7 +276,7 @@ fn confine(
         });
     let removed = sockets.chain(pid_file).map(directory_of);
     let removed = removed.map(|path| (path, Access::Remove));
-    let (mut paths, capabilities) = needs(served);
+    let (mut paths, capabilities) = needs(served, stores);
     paths.extend(removed);
     sandbox
         .confine(&paths, capabilities | CapabilitySet::DAC_OVERRIDE)
@@ -282,23 +284,31 @@ fn confine(
 }
 
 /// The files and capabilities that a process needs while it serves: for a snapshot of a disk, the
-/// directory of the disk.
-pub(super) fn needs(served: &Served) -> (Vec<(PathBuf, Access)>, CapabilitySet) {
-    let own = [(PathBuf::from("/proc/self"), Access::Read)];
-    let written = served.directories();
+/// directory of the disk, and for files on other machines, the cache.
+pub(super) fn needs(
+    served: &Served,
+    stores: &StoreArgs,
+) -> (Vec<(PathBuf, Access)>, CapabilitySet) {
+    let mut files = stores.remote.rights().files;
     let mut capabilities = CapabilitySet::empty();
-    if !written.is_empty() {
-        capabilities = OF_DISK;
+    if !files.is_empty() {
+        // The cache may be that of another user.
+        capabilities = CapabilitySet::DAC_OVERRIDE;
     }
-    let written = written.into_iter().map(|path| (path, Access::Write));
-    (own.into_iter().chain(written).collect(), capabilities)
+    files.push((PathBuf::from("/proc/self"), Access::Read));
+    let written = served.directories();
+    if !written.is_empty() {
+        capabilities |= OF_DISK;
+    }
+    files.extend(written.into_iter().map(|path| (path, Access::Write)));
+    (files, capabilities)
 }
 
 /// The attributes of files that a process changes while it serves: a snapshot of a disk gets the
 /// owner and the mode of the disk.
-pub(super) fn attributes(served: &Served) -> Attributes {
+pub(super) fn attributes(served: &Served, stores: &StoreArgs) -> Attributes {
     if served.directories().is_empty() {
-        Attributes::Refused
+        stores.remote.rights().attributes
     } else {
         Attributes::OfOpenFiles
     }

@@ -72,7 +72,8 @@ pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
     }
     // Before the progress has a thread. The files below are not known yet.
     let all = (PathBuf::from("/"), Access::Read);
-    sandbox::complete(&mut sandbox, &[all], CapabilitySet::DAC_READ_SEARCH)?;
+    let capabilities = CapabilitySet::DAC_READ_SEARCH;
+    sandbox::complete(&mut sandbox, asked.stores, &[all], capabilities)?;
     asked.progress.phase("checking");
     let checked = check_all(asked, &found, places)?;
     let mut hints = hints(asked, &checked);

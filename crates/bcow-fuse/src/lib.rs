@@ -22,12 +22,12 @@ mod adapter;
 mod any;
 mod bind;
 mod buffers;
+mod callers;
 pub mod daemon;
 mod direct;
 mod disk;
 mod error;
 mod first_messages;
-pub mod fork;
 pub mod fs;
 mod fusermount;
 #[cfg(feature = "testing")]

@@ -20,9 +20,10 @@ use rustix::io::Errno;
 use rustix::process::{Signal, WaitOptions};
 
 use crate::error::MountError;
-use crate::fork::{fork, keep_only};
 use crate::fusermount::{Ended, run_here};
 use crate::packets;
+use bcow_sandbox::fork::{fork, keep_only};
+use bcow_sandbox::{Sandbox, When};
 
 /// The first bytes of requests. Their arguments follow, each after a zero byte.
 const HELPER: u8 = b'h';
@@ -43,13 +44,15 @@ pub(crate) struct Starter {
 /// Starts the starter of this process, which ends with this process. `companion` serves the
 /// companion to its end. This process has one thread, and none of the descriptors that only one
 /// process may have.
-pub fn start(companion: impl Fn(OwnedFd)) -> Result<(), MountError> {
+pub fn start(sandbox: When, companion: impl Fn(OwnedFd)) -> Result<(), MountError> {
     let started = packets::pair().and_then(|(own, of_starter)| {
         let serve = || {
             // Those to all processes of a service: the process of the pool decides when it ends.
             let _ = SigSet::all().thread_block();
             let kept = keep_only(&[of_starter.as_raw_fd()], c"bcow-starter");
-            let _ = kept.and_then(|()| serve(&of_starter, companion));
+            if kept.is_ok() && Sandbox::of_helper(sandbox).is_ok() {
+                let _ = serve(&of_starter, companion);
+            }
         };
         fork(serve).map(|_| own)
     });

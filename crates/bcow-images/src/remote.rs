@@ -17,8 +17,9 @@ use bcow_oci::{
 };
 use bcow_remote::{
     Address, Cache, Credentials, Expected, Figures, Keychain, Options, Problem, PublicKey,
-    Reference, Registry, Remote, RemoteError, RemoteFile, Root, WeakRemote,
+    Reference, Registry, Remote, RemoteError, RemoteFile, Root, Setup, WeakRemote,
 };
+use bcow_sandbox::{Access, Attributes, When};
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 
 use crate::cache;
@@ -26,7 +27,10 @@ use crate::error::{CommandError, Context};
 use crate::s3;
 use crate::size::{self, Human};
 
+pub use bcow_remote::Fetcher;
+
 mod beside;
+mod fetcher;
 
 use beside::Beside;
 
@@ -73,6 +77,9 @@ pub struct RemoteArgs {
     insecure: bool,
     #[arg(skip)]
     client: OneClient,
+    /// The process that makes the connections of this one, if it is started.
+    #[arg(skip)]
+    fetcher: OnceLock<Arc<Fetcher>>,
 }
 
 /// The client of a command line, made when the first remote image is opened.
@@ -89,6 +96,22 @@ impl Clone for OneClient {
 impl fmt::Debug for OneClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("OneClient")
+    }
+}
+
+/// What a process needs until its end for its remote files.
+#[derive(Debug)]
+pub struct Rights {
+    pub files: Vec<(PathBuf, Access)>,
+    pub attributes: Attributes,
+}
+
+impl Default for Rights {
+    fn default() -> Self {
+        Rights {
+            files: Vec::new(),
+            attributes: Attributes::Refused,
+        }
     }
 }
 
@@ -183,6 +206,8 @@ impl RemoteArgs {
             cache: self.cache()?,
             mirrors: self.mirrors()?,
             scratch: scratch(),
+            fetcher: self.fetcher(),
+            keys: self.absolute_auth_file(),
             ..defaults
         })
     }
@@ -229,6 +254,39 @@ impl RemoteArgs {
         let key = PublicKey::parse_pem(&text)
             .map_err(|why| CommandError::new(cannot()).caused_by_text(why))?;
         Ok(Some(key))
+    }
+
+    /// Starts a process that makes the connections of this one from now on. This one has one
+    /// thread, and none of the descriptors that only one process may have.
+    pub fn start_fetcher(&self, when: When) -> Result<(), CommandError> {
+        if self.fetcher().is_none() {
+            let _ = self.fetcher.set(start_fetcher(when)?);
+        }
+        Ok(())
+    }
+
+    fn fetcher(&self) -> Option<Arc<Fetcher>> {
+        self.fetcher.get().or_else(|| FETCHER.get()).cloned()
+    }
+
+    /// What this process needs of files that have a fetcher, apart from the fetcher.
+    pub fn rights(&self) -> Rights {
+        if self.fetcher.get().is_none() {
+            return Rights::default();
+        }
+        let Some(cache) = self.cache_directory() else {
+            return Rights::default();
+        };
+        Rights {
+            files: vec![(cache, Access::Write)],
+            // The time of the last use, and the place that a file comes from.
+            attributes: Attributes::OfOpenFiles,
+        }
+    }
+
+    /// The process that makes the connections reads no further file from now on.
+    pub(crate) fn seal_fetcher(&self) -> Result<(), Problem> {
+        self.fetcher.get().map_or(Ok(()), Fetcher::seal)
     }
 
     /// The credentials for registries. Fails if the file that the user names cannot be read.
@@ -743,6 +801,25 @@ pub fn is_scratch(path: &Path) -> bool {
 /// The clients that the mounts of this process use; `None` if each has its own. The lock is held to
 /// look for a client or to make one, which needs no connection.
 static SHARED: Mutex<Option<Vec<(String, WeakRemote)>>> = Mutex::new(None);
+
+/// The process that makes the connections of all clients of this process.
+static FETCHER: OnceLock<Arc<Fetcher>> = OnceLock::new();
+
+/// Starts a process that makes the connections of all clients of this one from now on. This one has
+/// one thread, and none of the descriptors that only one process may have.
+pub fn start_fetcher_of_all(when: When) -> Result<Arc<Fetcher>, CommandError> {
+    let fetcher = start_fetcher(when)?;
+    let _ = FETCHER.set(Arc::clone(&fetcher));
+    Ok(fetcher)
+}
+
+fn start_fetcher(when: When) -> Result<Arc<Fetcher>, CommandError> {
+    let setup = Setup {
+        keychain: Box::new(|file| Arc::new(Keys { file })),
+        s3: || s3::server().map_err(|error| error.in_one_line()),
+    };
+    fetcher::start(setup, when).context(|| "cannot start a process")
+}
 
 /// Makes all later clients of this process with equal options share connections, tokens and memory.
 pub fn share_clients() {

@@ -2,9 +2,10 @@
 //! environment, and in `~/.aws`.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use bcow_remote::{Address, S3, S3Credentials, S3Keychain};
+use bcow_sandbox::fork::forget_variable;
 
 use crate::error::CommandError;
 
@@ -49,11 +50,9 @@ struct Keys;
 impl S3Keychain for Keys {
     fn credentials(&self) -> Result<Option<S3Credentials>, String> {
         // As for the libraries of AWS, keys in the environment come before a profile.
-        if let (Some(key_id), Some(secret)) = (
-            setting("AWS_ACCESS_KEY_ID"),
-            setting("AWS_SECRET_ACCESS_KEY"),
-        ) {
-            return checked(key_id, secret, setting("AWS_SESSION_TOKEN")).map(Some);
+        let (secret, session_token) = SECRETS.get_or_init(secrets).clone();
+        if let (Some(key_id), Some(secret)) = (setting("AWS_ACCESS_KEY_ID"), secret) {
+            return checked(key_id, secret, session_token).map(Some);
         }
         let Some(path) = file("AWS_SHARED_CREDENTIALS_FILE", "credentials") else {
             return Ok(None);
@@ -74,6 +73,27 @@ impl S3Keychain for Keys {
             _ => Ok(None),
         }
     }
+}
+
+/// The secret access key and the session token in the environment.
+static SECRETS: OnceLock<(Option<String>, Option<String>)> = OnceLock::new();
+
+fn secrets() -> (Option<String>, Option<String>) {
+    (
+        setting("AWS_SECRET_ACCESS_KEY"),
+        setting("AWS_SESSION_TOKEN"),
+    )
+}
+
+/// Reads the secrets in the environment: [`forget_secrets`] removes them there.
+pub fn keep_secrets() {
+    let _ = SECRETS.set(secrets());
+}
+
+/// Removes the secrets from the environment of this process, which has one thread.
+pub fn forget_secrets() {
+    forget_variable(c"AWS_SECRET_ACCESS_KEY");
+    forget_variable(c"AWS_SESSION_TOKEN");
 }
 
 fn checked(

@@ -4,7 +4,7 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
-use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, Service, When, WhenArgs};
+use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, When, WhenArgs};
 
 use crate::disks::is_disk;
 use crate::error::{CommandError, Context};
@@ -19,29 +19,37 @@ pub struct SandboxArgs {
 }
 
 impl SandboxArgs {
-    /// Begins the sandbox of a process that opens these images.
+    /// Begins the sandbox of a process that opens these images. The process has one thread.
     pub fn begin<'n>(
         &self,
         images: impl IntoIterator<Item = &'n Name>,
         stores: &StoreArgs,
     ) -> Result<Sandbox, CommandError> {
-        if stores.may_need_network(images) {
-            return match self.when.sandbox {
-                When::Auto => self.begin_service(),
-                When::Require | When::Off => self.without(NETWORK),
-            };
+        if !self.prepare(images, stores)? {
+            return Ok(Sandbox::off());
         }
-        self.begin_changing(Attributes::Refused)
+        self.begin_changing(stores.remote.rights().attributes)
+    }
+
+    /// Starts the process that makes connections for one that opens these images, if they may need
+    /// some. Returns whether this process can have a sandbox. It has one thread.
+    pub fn prepare<'n>(
+        &self,
+        images: impl IntoIterator<Item = &'n Name>,
+        stores: &StoreArgs,
+    ) -> Result<bool, CommandError> {
+        if self.is_off() || !stores.may_need_network(images) {
+            return Ok(!self.is_off());
+        }
+        match stores.remote.start_fetcher(self.when.sandbox) {
+            Ok(()) => Ok(true),
+            Err(error) => self.without(&error.in_one_line()).map(|_| false),
+        }
     }
 
     /// Begins the sandbox of a process that needs no network, and changes these attributes.
     pub fn begin_changing(&self, attributes: Attributes) -> Result<Sandbox, CommandError> {
         Sandbox::begin(self.when.sandbox, attributes).context(cannot)
-    }
-
-    /// The sandbox of a process that needs the network, or mounts with the kernel driver.
-    pub fn begin_service(&self) -> Result<Sandbox, CommandError> {
-        Sandbox::of_service(self.when.sandbox, Service::Mounts).context(cannot)
     }
 
     /// The process gets no sandbox, which is an error if the user requires one.
@@ -52,26 +60,46 @@ impl SandboxArgs {
         }
     }
 
+    pub fn when(&self) -> When {
+        self.when.sandbox
+    }
+
     pub fn is_off(&self) -> bool {
         self.when.sandbox == When::Off
     }
 }
 
-/// Completes the sandbox: apart from files that are open, the process only needs these.
+/// The process that makes the connections of this one reads no further file from now on.
+pub fn seal(stores: &StoreArgs) -> Result<(), CommandError> {
+    let sealed = stores.remote.seal_fetcher();
+    sealed.map_err(|why| CommandError::new(cannot()).caused_by_text(why.to_string()))
+}
+
+/// Completes the sandbox: apart from files that are open, the process only needs these, and what
+/// files on other machines need.
 pub fn complete(
     sandbox: &mut Sandbox,
+    stores: &StoreArgs,
     paths: &[(PathBuf, Access)],
     capabilities: CapabilitySet,
 ) -> Result<(), CommandError> {
-    let confined = sandbox.confine(paths, capabilities);
+    let remote = stores.remote.rights();
+    let paths = [paths, &remote.files].concat();
+    let mut kept = capabilities;
+    if !remote.files.is_empty() {
+        // The cache may be that of another user.
+        kept |= CapabilitySet::DAC_OVERRIDE;
+    }
+    let confined = sandbox.confine(&paths, kept);
     confined
-        .and_then(|()| sandbox.finish(Attributes::Refused))
+        .and_then(|()| sandbox.finish(remote.attributes))
         .context(cannot)
 }
 
 /// Completes the sandbox of a process that opens no further file.
-pub fn close(mut sandbox: Sandbox) -> Result<(), CommandError> {
-    complete(&mut sandbox, &[], CapabilitySet::empty())
+pub fn close(mut sandbox: Sandbox, stores: &StoreArgs) -> Result<(), CommandError> {
+    seal(stores)?;
+    complete(&mut sandbox, stores, &[], CapabilitySet::empty())
 }
 
 /// What the process of a disk needs to make a view: its directory, which is made if it is missing,
@@ -83,9 +111,6 @@ pub fn views_of(image: &Name) -> Option<(PathBuf, Access)> {
     let made = builder.recursive(true).mode(0o700).create(&directory);
     made.ok().map(|()| (directory, Access::Write))
 }
-
-/// Why a process has no sandbox.
-pub const NETWORK: &str = "the process needs the network";
 
 /// The action of an error of the sandbox.
 pub fn cannot() -> &'static str {

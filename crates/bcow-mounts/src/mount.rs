@@ -67,12 +67,11 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     if let Some(cpus) = &args.cpus {
         cpus.confine()?;
     }
-    let prepared = sandbox::prepare(args, &way, &options)?;
+    let mut prepared = sandbox::prepare(args, &way, &options)?;
     let metrics = args.metrics.as_deref().map(metrics::listen).transpose()?;
     if let Some(path) = &args.log_file {
         log_to(path)?;
     }
-    let mut prepared = prepared.begin(args)?;
     let running = Running {
         args,
         readiness,
@@ -98,7 +97,7 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     running.answer_metrics(mounted.stats)?;
     let session = mounted.session;
     let recording = mounted.recording.as_ref();
-    let _fetching = mounted.fetching;
+    let _fetching = mounted.fetching.and_then(ahead::Ready::start);
     running.serve(mounted.service, mounted.access, recording, |signals| {
         session.serve_until_signal(signals)
     })?;

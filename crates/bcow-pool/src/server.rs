@@ -590,7 +590,7 @@ impl<'a> MountInProgress<'a> {
         drop(stats);
         let pool = Arc::clone(self.0);
         let serve = move || {
-            let _fetching = fetching;
+            let _fetching = fetching.and_then(|ready| ready.start());
             pool.serve(number, session);
         };
         start_thread("mount", serve).map_err(|error| {
@@ -639,7 +639,7 @@ impl Messages for Collected {
     }
 }
 
-fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+pub(crate) fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let thread = thread::Builder::new().name(name.to_owned());
     thread.spawn(work).map(drop)
 }

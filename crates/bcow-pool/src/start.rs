@@ -13,20 +13,22 @@ use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::starter;
 use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::image::Messages;
+use bcow_images::remote::Fetcher;
 use bcow_images::running::{self, Published, SUPERVISOR};
 use bcow_images::{remote, sandbox, size};
 use bcow_mounts::cpus::{self, Cpus};
 use bcow_mounts::metrics;
 use bcow_mounts::mount::{in_background, log_to};
 use bcow_mounts::{PoolName, failure, heap, limits};
-use bcow_sandbox::{Sandbox, Service, WhenArgs};
+use bcow_sandbox::{Sandbox, Service, When, WhenArgs};
+use bcow_union::log::{self, Severity};
 
 use crate::client::{self, PoolAtSocket};
 use crate::directory::Directory;
 use crate::given::Given;
 use crate::link::Link;
 use crate::opener;
-use crate::server::{Pool, log_failure};
+use crate::server::{Pool, log_failure, start_thread};
 use crate::supervisor::{self, Supervisor};
 
 /// The options of a pool.
@@ -98,6 +100,8 @@ fn keep(
     if let Some(metrics) = &metrics {
         metrics::announce(metrics, ui);
     }
+    // Its processes have it too.
+    Sandbox::of_helper(args.when.sandbox).context(sandbox::cannot)?;
     let supervisor = Supervisor::new(supervisor::Settings {
         name: args.name.clone(),
         listener: &listener,
@@ -126,8 +130,13 @@ fn serve(args: &StartArgs, link: Link) -> Result<(), CommandError> {
     let _ = rustix::thread::set_name(c"bcow");
     let sandbox = args.when.sandbox;
     // Before this process has the files of mounts.
-    starter::start(move |socket| opener::run(&socket.into(), sandbox))
+    starter::start(sandbox, move |socket| opener::run(&socket.into(), sandbox))
         .map_err(|error| failure(&error))?;
+    // A process without a sandbox makes the connections itself.
+    let fetcher = match sandbox {
+        When::Off => None,
+        when => Some(remote::start_fetcher_of_all(when)?),
+    };
     heap::use_one_arena();
     heap::map_large_buffers();
     abort_on_panic();
@@ -136,9 +145,9 @@ fn serve(args: &StartArgs, link: Link) -> Result<(), CommandError> {
     let published = running::publish(Vec::new());
     let given = Given::receive(&link).context(cannot)?;
     match given.restarts {
-        0 => serve_given(args, link, given, published),
+        0 => serve_given(args, link, given, published, fetcher),
         _ => detach(args)
-            .and_then(|()| serve_given(args, link, given, published))
+            .and_then(|()| serve_given(args, link, given, published, fetcher))
             .inspect_err(log_failure),
     }
 }
@@ -148,6 +157,7 @@ fn serve_given(
     link: Link,
     given: Given,
     published: Option<Published>,
+    fetcher: Option<Arc<Fetcher>>,
 ) -> Result<(), CommandError> {
     let cannot = || format!("cannot start the pool {}", args.name);
     limits::adapt_for_service();
@@ -163,6 +173,9 @@ fn serve_given(
     serve_writeback();
     let sandbox =
         Sandbox::of_service(args.when.sandbox, Service::Mounts).context(sandbox::cannot)?;
+    if let Some(fetcher) = fetcher {
+        end_with(fetcher).context(cannot)?;
+    }
     remote::share_clients();
     let threads = args.threads.map(usize::from);
     let sandbox = sandbox.in_force();
@@ -191,6 +204,18 @@ fn serve_given(
     pool.report_ready();
     pool.wait_for_end();
     Ok(())
+}
+
+/// Ends this process when its fetcher ends: the next process of the pool, which continues with the
+/// mounts, has another one.
+fn end_with(fetcher: Arc<Fetcher>) -> io::Result<()> {
+    let wait = move || {
+        fetcher.wait_for_end();
+        let message = "the process that makes the connections has ended; so does this one";
+        log::log(Severity::Error, message);
+        std::process::abort()
+    };
+    start_thread("fetcher", wait)
 }
 
 /// Declares that any thread of this process may be part of a write-back of the kernel to a mount

@@ -52,6 +52,7 @@ pub trait Keychain: Send + Sync {
 pub(crate) struct Auth {
     /// The registry's name for the keychain.
     server: String,
+    repository: String,
     /// The scopes of tokens.
     scopes: Vec<String>,
     /// Whether these scopes replace the one that the registry names for a request. It names one
@@ -115,12 +116,18 @@ impl Auth {
     ) -> Self {
         Auth {
             server: server.to_owned(),
+            repository: repository.to_owned(),
             scopes: vec![format!("repository:{repository}:pull")],
             own_scopes: false,
             keychain: Arc::clone(keychain),
             client: Arc::clone(client),
             state: Mutex::default(),
         }
+    }
+
+    /// The registry's name for the keychain, and the repository.
+    pub(crate) fn names(&self) -> (&str, &str) {
+        (&self.server, &self.repository)
     }
 
     /// The same access for writing, and for reading another repository.

@@ -15,6 +15,7 @@ use ureq::{Agent, AsSendBody, Body, SendBody};
 use crate::address::{Address, Transport};
 use crate::deadline::Deadlines;
 use crate::error::{Fault, Problem, printable};
+use crate::fetcher::{self, ClientName, Fetcher};
 use crate::figures::{Counters, Traffic};
 use crate::resolver::TimedResolver;
 use crate::retry_budget::RetryBudget;
@@ -43,6 +44,9 @@ pub(crate) struct Client {
     pub(crate) transport: Transport,
     servers: Servers,
     pub(crate) counters: Arc<Counters>,
+    /// The process that makes the connections for [`crate::source`], and the name of this client
+    /// there; `None` is this one.
+    pub(crate) fetcher: Option<(Arc<Fetcher>, ClientName)>,
 }
 
 /// What a request sends.
@@ -70,13 +74,21 @@ pub(crate) struct Answer {
 
 /// The body of an answer. The request counts as running until this is dropped.
 pub(crate) struct AnswerBody {
-    reader: ureq::BodyReader<'static>,
+    reader: BodyReader,
     /// Bytes that have not been read, if the answer says how many it has.
     left: Option<u64>,
     longest_silence: Duration,
     deadline: Instant,
-    traffic: Arc<Traffic>,
-    running: Running,
+}
+
+enum BodyReader {
+    /// From a connection of this process.
+    Connection {
+        reader: Box<ureq::BodyReader<'static>>,
+        traffic: Arc<Traffic>,
+        running: Running,
+    },
+    Fetcher(fetcher::Body),
 }
 
 /// A request that is under way until this is dropped.
@@ -86,13 +98,14 @@ struct Running {
 }
 
 impl Client {
-    pub(crate) fn new(transport: Transport) -> Self {
+    pub(crate) fn new(transport: Transport, fetcher: Option<(Arc<Fetcher>, ClientName)>) -> Self {
         let client = Client {
             plain: agent(TlsConfig::default()),
             encrypted: OnceLock::new(),
             transport,
             servers: Servers::default(),
             counters: Arc::default(),
+            fetcher,
         };
         // The process of a mount changes its directory later.
         let mut places = CERTIFICATES.iter().filter_map(std::env::var_os);
@@ -113,6 +126,12 @@ impl Client {
         }
         let agent = self.encrypted().as_ref();
         agent.map_err(|problem| problem.clone().permanent())
+    }
+
+    /// Waits for the turn of a request to an address, which the fetcher sends.
+    pub(crate) fn turn(&self, address: &Address, budget: &RetryBudget) -> Result<Permit, Fault> {
+        address.check(self.transport).map_err(Problem::permanent)?;
+        self.servers.get(&address.origin()).begin(budget)
     }
 
     /// Sends a GET request, and returns what the server answers, with any status. The answer must
@@ -275,7 +294,11 @@ fn answer(
         headers: head.headers,
         body: AnswerBody {
             left: body.content_length(),
-            reader: body.into_reader(),
+            reader: BodyReader::Connection {
+                reader: Box::new(body.into_reader()),
+                traffic,
+                running,
+            },
             longest_silence: limits.silence,
             deadline: if limits.sending.is_zero() {
                 limits.deadline
@@ -283,8 +306,6 @@ fn answer(
                 // The time of the content does not count.
                 limits.deadline + elapsed
             },
-            traffic,
-            running,
         },
     }
 }
@@ -366,6 +387,16 @@ impl Drop for Running {
 }
 
 impl AnswerBody {
+    /// The body of an answer that the fetcher gets, with `left` bytes.
+    pub(crate) fn of_fetcher(body: fetcher::Body, left: Option<u64>, budget: &RetryBudget) -> Self {
+        AnswerBody {
+            reader: BodyReader::Fetcher(body),
+            left,
+            longest_silence: budget.longest_silence(),
+            deadline: budget.deadline(),
+        }
+    }
+
     /// Fills `buf`, as far as the answer goes. Returns the number of bytes.
     pub(crate) fn fill(&mut self, buf: &mut [u8]) -> Result<usize, Fault> {
         let mut done = 0;
@@ -413,10 +444,12 @@ impl AnswerBody {
 
     /// Ends an answer whose bytes are all here. The connection is used again if the answer has said
     /// how long it is: to learn of another end, the caller would have to wait for the server.
-    pub(crate) fn release(mut self) {
-        if self.left == Some(0) {
+    pub(crate) fn release(self) {
+        match self.reader {
+            _ if self.left != Some(0) => {}
             // ureq learns of the end by a read that returns 0.
-            drop(self.read(&mut [0]));
+            BodyReader::Connection { mut reader, .. } => drop(reader.read(&mut [0])),
+            BodyReader::Fetcher(body) => body.release(),
         }
     }
 
@@ -437,13 +470,24 @@ impl AnswerBody {
     /// Reads some bytes; 0 at the end. Each read takes a limited time; this check limits that of
     /// all reads together, however few bytes each of them brings.
     pub(crate) fn read(&mut self, buf: &mut [u8]) -> Result<usize, Fault> {
-        if Instant::now() >= self.deadline {
-            return Err(Problem::Timeout(self.longest_silence).transient());
-        }
         let silence = self.longest_silence;
-        let read = self.reader.read(buf);
-        let count = read.map_err(|error| body_fault(error, silence))?;
-        self.running.counters.received(&self.traffic, count as u64);
+        let time = self.deadline.saturating_duration_since(Instant::now());
+        if time.is_zero() {
+            return Err(Problem::Timeout(silence).transient());
+        }
+        let count = match &mut self.reader {
+            BodyReader::Connection {
+                reader,
+                traffic,
+                running,
+            } => {
+                let read = reader.read(buf);
+                let count = read.map_err(|error| body_fault(error, silence))?;
+                running.counters.received(traffic, count as u64);
+                count
+            }
+            BodyReader::Fetcher(body) => body.read(buf, time)?,
+        };
         self.left = self.left.map(|left| left.saturating_sub(count as u64));
         Ok(count)
     }

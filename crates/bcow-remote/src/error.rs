@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// A remote file could not be opened, read or written.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{place}: {problem}")]
@@ -14,7 +16,7 @@ pub struct RemoteError {
 }
 
 /// The cause of a [`RemoteError`].
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Problem {
     /// The text is not an address, or not one that bcow accepts.
@@ -109,6 +111,7 @@ pub enum Problem {
     Changed,
     /// The file is not a valid BCoW file.
     #[error("{0}")]
+    #[serde(skip)]
     Format(bcow::format::FormatError),
     #[error("the file has no Merkle tree, without which bytes from a server cannot be checked")]
     NoTree,
@@ -258,7 +261,7 @@ impl From<RemoteError> for std::io::Error {
 }
 
 /// A failed attempt, and whether another one may succeed.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Fault {
     pub(crate) problem: Problem,
     pub(crate) is_transient: bool,

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::Problem;
 use crate::lock::lock;
 
@@ -18,7 +20,7 @@ const RATE_SECONDS: u64 = 10;
 const KEPT_SECONDS: usize = 16;
 
 /// Counters of all remote files of a process.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Figures {
     /// Bytes that were fetched and checked.
     pub fetched_bytes: u64,
@@ -39,11 +41,12 @@ pub struct Figures {
     /// Tokens that token servers have issued.
     pub tokens: u64,
     /// Failed attempts by kind (see [`Problem::kind`]), with zeros.
+    #[serde(skip)]
     pub errors: Vec<(&'static str, u64)>,
 }
 
 /// Counters of one server.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerFigures {
     /// `https://HOST[:PORT]`; or `other` for all servers after the first sixteen.
     pub server: String,

@@ -41,6 +41,8 @@ mod deadline;
 mod demand;
 mod download;
 mod error;
+mod fetcher;
+mod fetcher_process;
 mod figures;
 mod file;
 #[cfg(feature = "testing")]
@@ -68,6 +70,8 @@ pub use cache::{Cache, CacheEntry, CacheProblem, EntryKind, Prune, Pruned, Verif
 pub use cosign::PublicKey;
 pub use download::Download;
 pub use error::{Problem, RemoteError};
+pub use fetcher::{Fetcher, Sockets};
+pub use fetcher_process::Setup;
 pub use figures::{Figures, ServerFigures};
 pub use file::{Presence, RemoteFile, Warm};
 #[cfg(feature = "testing")]

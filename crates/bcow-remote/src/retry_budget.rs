@@ -46,6 +46,17 @@ impl RetryBudget {
         }
     }
 
+    /// For one request of another process, which attempts it again itself. `left` is the time that
+    /// is left of its own budget.
+    pub(crate) fn of_request(timeout: Duration, left: Duration, counters: &Arc<Counters>) -> Self {
+        let longest = Duration::from_secs(24 * 3600);
+        RetryBudget {
+            time: left,
+            deadline: Instant::now() + left.min(longest),
+            ..RetryBudget::reading(timeout.min(longest), counters)
+        }
+    }
+
     /// For the first request for a file: few attempts, in `timeout`.
     pub(crate) fn opening(timeout: Duration, counters: &Arc<Counters>) -> Self {
         RetryBudget {
@@ -63,6 +74,11 @@ impl RetryBudget {
             is_patient: true,
             ..RetryBudget::opening(timeout, counters)
         }
+    }
+
+    /// The time that the operation had at its begin, and that one server may take.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
     }
 
     /// The latest time at which an attempt has the time that a server may be silent for.

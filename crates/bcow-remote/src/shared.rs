@@ -15,6 +15,7 @@ use crate::cache::Cache;
 use crate::client::Client;
 use crate::demand::Demand;
 use crate::error::Problem;
+use crate::fetcher::{ClientName, Fetcher};
 use crate::figures::Figures;
 use crate::lock::lock;
 use crate::mirrors::Mirror;
@@ -27,7 +28,7 @@ const MEMORY_BYTES: u64 = 32 << 20;
 const SHARDS: usize = 8;
 
 /// Options for remote files.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Options {
     /// Allow plain HTTP, which every machine on the way can read. Bytes are checked all the same.
     pub insecure: bool,
@@ -42,6 +43,10 @@ pub struct Options {
     pub scratch: PathBuf,
     /// The longest file that is fetched whole if the server does not send ranges.
     pub whole_bytes: u64,
+    /// The process that makes the connections for reads; `None` is this one.
+    pub fetcher: Option<Arc<Fetcher>>,
+    /// The file with the credentials for registries that the fetcher uses; `None`: the usual ones.
+    pub keys: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -53,6 +58,8 @@ impl Default for Options {
             mirrors: Vec::new(),
             scratch: std::env::temp_dir(),
             whole_bytes: 4 << 30,
+            fetcher: None,
+            keys: None,
         }
     }
 }
@@ -93,6 +100,13 @@ impl Weighter<MemoryKey, Arc<[u8]>> for ByLength {
 impl Shared {
     pub(crate) fn new(options: Options) -> Result<Self, Problem> {
         let transport = if options.insecure { Transport::PlainToo } else { Transport::TlsOnly };
+        let fetcher = options.fetcher.clone().map(|fetcher| {
+            let name = ClientName {
+                insecure: options.insecure,
+                keys: options.keys.clone(),
+            };
+            (fetcher, name)
+        });
         let mirrors = options.mirrors.iter().map(|mirror| {
             mirror.check(transport)?;
             Ok(Arc::new(Mirror::new(mirror.clone())))
@@ -111,7 +125,7 @@ impl Shared {
             DefaultLifecycle::default(),
         );
         Ok(Shared {
-            client: Arc::new(Client::new(transport)),
+            client: Arc::new(Client::new(transport, fetcher)),
             mirrors,
             options,
             memory,
@@ -144,10 +158,20 @@ impl Shared {
 
     pub(crate) fn figures(&self) -> Figures {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let own = self.client.counters.figures();
+        // What concerns connections is counted by the process that makes them.
+        let connections = match &self.client.fetcher {
+            Some((fetcher, name)) => fetcher.figures(name).unwrap_or_default(),
+            None => own.clone(),
+        };
         Figures {
             fetched_bytes: get(&self.fetched_bytes),
             cached_bytes: get(&self.cached_bytes),
-            ..self.client.counters.figures()
+            servers: connections.servers,
+            bytes_per_second: connections.bytes_per_second,
+            running_requests: connections.running_requests,
+            tokens: connections.tokens,
+            ..own
         }
     }
 

@@ -1,4 +1,5 @@
-//! Requests for the bytes of one file on a server. The callers verify the bytes.
+//! Requests for the bytes of one file on a server, by connections of this process or by those of
+//! the fetcher. The callers verify the bytes.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -8,6 +9,7 @@ use crate::address::Address;
 use crate::auth::Auth;
 use crate::client::{Answer, AnswerBody, Client};
 use crate::error::{Fault, Problem};
+use crate::fetcher::{AccessTo, Head, Opened, Page};
 use crate::lock::lock;
 use crate::refusal::{Refused, refused};
 use crate::retry_budget::RetryBudget;
@@ -20,7 +22,20 @@ const MAX_REDIRECTS: u32 = 5;
 const UNSUPPORTED: &str = "UNSUPPORTED";
 
 /// One file on a server, or a document.
-pub(crate) struct Source {
+pub(crate) enum Source {
+    Direct(Box<Direct>),
+    Fetched(Fetched),
+}
+
+/// A file that the fetcher reaches.
+pub(crate) struct Fetched {
+    client: Arc<Client>,
+    address: Address,
+    opened: Opened,
+}
+
+/// A file that this process reaches.
+pub(crate) struct Direct {
     client: Arc<Client>,
     address: Address,
     /// Authorization for the server of `address`. Requests to other servers do not carry it.
@@ -70,28 +85,46 @@ pub(crate) enum RangeAnswer {
     },
 }
 
-/// A page of a list.
-pub(crate) struct Page {
-    pub(crate) bytes: Vec<u8>,
-    /// Whether the server says that it is JSON, or does not say what it is.
-    pub(crate) is_json: bool,
-    /// The address of the next page.
-    pub(crate) next: Option<Address>,
+impl Access {
+    /// What the fetcher, which has the credentials, knows it by.
+    fn named(&self) -> AccessTo {
+        match self {
+            Access::Open => AccessTo::Open,
+            Access::Registry(auth) => {
+                let (server, repository) = auth.names();
+                AccessTo::Registry {
+                    server: server.to_owned(),
+                    repository: repository.to_owned(),
+                }
+            }
+            Access::S3(_) => AccessTo::S3,
+        }
+    }
 }
 
 impl Source {
     pub(crate) fn new(client: Arc<Client>, address: Address, access: Access) -> Self {
-        Source {
-            client,
-            address,
-            access,
-            redirect_target: Mutex::new(None),
-            version: OnceLock::new(),
+        match &client.fetcher {
+            Some((fetcher, name)) => Source::Fetched(Fetched {
+                opened: fetcher.open(name, &address, access.named()),
+                address,
+                client,
+            }),
+            None => Source::Direct(Box::new(Direct {
+                client,
+                address,
+                access,
+                redirect_target: Mutex::new(None),
+                version: OnceLock::new(),
+            })),
         }
     }
 
     pub(crate) fn address(&self) -> &Address {
-        &self.address
+        match self {
+            Source::Direct(direct) => &direct.address,
+            Source::Fetched(fetched) => &fetched.address,
+        }
     }
 
     /// Requests the bytes `start..end`, at least one.
@@ -101,6 +134,102 @@ impl Source {
         end: u64,
         budget: &RetryBudget,
     ) -> Result<RangeAnswer, Fault> {
+        match self {
+            Source::Direct(direct) => direct.range(start, end, budget),
+            Source::Fetched(fetched) => fetched.range(start, end, budget),
+        }
+    }
+
+    /// Requests the whole file. Also returns its length, if the server sends it.
+    pub(crate) fn whole(&self, budget: &RetryBudget) -> Result<(Option<u64>, AnswerBody), Fault> {
+        match self {
+            Source::Direct(direct) => direct.whole(budget),
+            Source::Fetched(fetched) => fetched.whole(budget),
+        }
+    }
+
+    /// Requests a whole document of at most `max_bytes` bytes.
+    pub(crate) fn document(
+        &self,
+        headers: &[(&str, &str)],
+        max_bytes: u64,
+        budget: &RetryBudget,
+    ) -> Result<Vec<u8>, Fault> {
+        match self {
+            Source::Direct(direct) => direct.document(headers, max_bytes, budget),
+            Source::Fetched(fetched) => fetched.document(headers, max_bytes, budget),
+        }
+    }
+
+    /// Requests a page of a list, of at most `max_bytes` bytes. `None`: the server does not know
+    /// this list.
+    pub(crate) fn page(
+        &self,
+        headers: &[(&str, &str)],
+        max_bytes: u64,
+        budget: &RetryBudget,
+    ) -> Result<Option<Page>, Fault> {
+        match self {
+            Source::Direct(direct) => direct.page(headers, max_bytes, budget),
+            Source::Fetched(fetched) => fetched.page(headers, max_bytes, budget),
+        }
+    }
+}
+
+impl Fetched {
+    fn range(&self, start: u64, end: u64, budget: &RetryBudget) -> Result<RangeAnswer, Fault> {
+        let permit = self.client.turn(&self.address, budget)?;
+        let (head, left, body) = self.opened.range(start, end, permit, budget)?;
+        let body = AnswerBody::of_fetcher(body, left, budget);
+        match head {
+            Head::Part {
+                bytes,
+                total,
+                has_changed,
+            } if (1..=end - start).contains(&bytes) => Ok(RangeAnswer::Part {
+                bytes,
+                total,
+                has_changed,
+                body,
+            }),
+            Head::Part { .. } => {
+                let why = "it has another number of bytes than was requested";
+                Err(Problem::Answer(why.into()).permanent())
+            }
+            Head::Whole { length } => Ok(RangeAnswer::Whole { length, body }),
+        }
+    }
+
+    fn whole(&self, budget: &RetryBudget) -> Result<(Option<u64>, AnswerBody), Fault> {
+        let permit = self.client.turn(&self.address, budget)?;
+        let (head, left, body) = self.opened.whole(permit, budget)?;
+        let (Head::Whole { length } | Head::Part { total: length, .. }) = head;
+        Ok((length, AnswerBody::of_fetcher(body, left, budget)))
+    }
+
+    fn document(
+        &self,
+        headers: &[(&str, &str)],
+        max_bytes: u64,
+        budget: &RetryBudget,
+    ) -> Result<Vec<u8>, Fault> {
+        let _permit = self.client.turn(&self.address, budget)?;
+        self.opened.document(headers, max_bytes, budget)
+    }
+
+    fn page(
+        &self,
+        headers: &[(&str, &str)],
+        max_bytes: u64,
+        budget: &RetryBudget,
+    ) -> Result<Option<Page>, Fault> {
+        let _permit = self.client.turn(&self.address, budget)?;
+        self.opened.page(headers, max_bytes, budget)
+    }
+}
+
+impl Direct {
+    fn range(&self, start: u64, end: u64, budget: &RetryBudget) -> Result<RangeAnswer, Fault> {
         let range = format!("bytes={start}-{}", end - 1);
         let answer = self.get(&[("range", &range)], budget)?;
         refuse_compressed(&answer)?;
@@ -132,8 +261,7 @@ impl Source {
         }
     }
 
-    /// Requests the whole file. Also returns its length, if the server sends it.
-    pub(crate) fn whole(&self, budget: &RetryBudget) -> Result<(Option<u64>, AnswerBody), Fault> {
+    fn whole(&self, budget: &RetryBudget) -> Result<(Option<u64>, AnswerBody), Fault> {
         let answer = self.get(&[], budget)?;
         refuse_compressed(&answer)?;
         match answer.status {
@@ -203,8 +331,7 @@ impl Source {
         })
     }
 
-    /// Requests a whole document of at most `max_bytes` bytes.
-    pub(crate) fn document(
+    fn document(
         &self,
         headers: &[(&str, &str)],
         max_bytes: u64,
@@ -217,9 +344,7 @@ impl Source {
         }
     }
 
-    /// Requests a page of a list, of at most `max_bytes` bytes. `None`: the server does not know
-    /// this list.
-    pub(crate) fn page(
+    fn page(
         &self,
         headers: &[(&str, &str)],
         max_bytes: u64,

@@ -126,7 +126,6 @@ const OF_ALL_FILES: &[c_long] = &[
     libc::SYS_removexattr,
     libc::SYS_lremovexattr,
     REMOVEXATTRAT,
-    libc::SYS_utimensat,
     FILE_SETATTR,
     libc::SYS_mknodat,
     #[cfg(target_arch = "x86_64")]
@@ -192,8 +191,9 @@ const REQUESTS: [u64; 5] = [
 const FS_IOC_SETFLAGS: u64 = 0x4008_6602;
 const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
 
-/// Refuses [`DANGEROUS`], [`PROGRAMS`], [`MOUNTS`] and new namespaces; and [`OF_ALL_FILES`] if the
-/// process needs none.
+/// Refuses [`DANGEROUS`], [`PROGRAMS`], [`MOUNTS`] and new namespaces; [`OF_ALL_FILES`] unless the
+/// process changes those of all files; and then also utimensat(2), except without a path (for an
+/// open file) if the process changes those of open files.
 pub fn refuse_dangerous(attributes: Attributes) -> Result<(), Error> {
     let mut refused = Refused::dangerous()?;
     refused.programs()?;
@@ -202,14 +202,27 @@ pub fn refuse_dangerous(attributes: Attributes) -> Result<(), Error> {
     if attributes != Attributes::OfAllFiles {
         refused.always(OF_ALL_FILES);
     }
+    match attributes {
+        Attributes::Refused => refused.always(&[libc::SYS_utimensat]),
+        // Without a path, it is for an open file.
+        Attributes::OfOpenFiles => {
+            let path = SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
+            let has_path = SeccompRule::new(vec![path])?;
+            refused.if_one_applies(libc::SYS_utimensat, vec![has_path]);
+        }
+        Attributes::OfAllFiles => {}
+    }
     seccompiler::apply_filter(&refused.program()?)
 }
 
-/// Refuses [`DANGEROUS`] and new namespaces; and [`PROGRAMS`] if the service starts none.
+/// Refuses [`DANGEROUS`] and new namespaces; and [`PROGRAMS`] and [`MOUNTS`] if the service needs
+/// none.
 pub fn refuse_to_service(service: Service) -> Result<(), Error> {
     let mut refused = Refused::dangerous()?;
-    if service == Service::Mounts {
-        refused.programs()?;
+    match service {
+        Service::Mounts => refused.programs()?,
+        Service::Programs => {}
+        Service::Connections => refused.always(MOUNTS),
     }
     // A thread can have a working directory of its own.
     let is_namespace = rule(0, SeccompCmpOp::Ne, libc::CLONE_FS as u64)?;
@@ -217,14 +230,19 @@ pub fn refuse_to_service(service: Service) -> Result<(), Error> {
     seccompiler::apply_filter(&refused.program()?)
 }
 
-/// Refuses sockets of all families but Unix and the Internet, and those below TCP and UDP.
-pub fn refuse_families() -> Result<(), Error> {
+/// Refuses sockets of all families but Unix, and the Internet unless the service is a pool, and
+/// those below TCP and UDP.
+pub fn refuse_families(service: Service) -> Result<(), Error> {
     /// The type of a socket, without its flags.
     const TYPE: SeccompCmpOp = SeccompCmpOp::MaskedEq(0xf);
-    let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6].map(|family| {
+    let possible: &[_] = match service {
+        Service::Mounts => &[libc::AF_UNIX],
+        _ => &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6],
+    };
+    let families = possible.iter().map(|&family| {
         SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, family as u64)
     });
-    let families: Result<Vec<_>, _> = families.into_iter().collect();
+    let families: Result<Vec<_>, _> = families.collect();
     let is_raw = rule(1, TYPE, libc::SOCK_RAW as u64)?;
     let sockets = vec![SeccompRule::new(families?)?, is_raw];
     let mut refused = Refused::default();

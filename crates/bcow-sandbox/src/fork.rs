@@ -30,11 +30,30 @@ pub fn fork(work: impl FnOnce()) -> io::Result<Pid> {
     }
 }
 
+/// Overwrites the value of a variable of the environment, which then is empty: the other processes
+/// of the user can read it as long as it is in the memory of this one. This process has one thread.
+pub fn forget_variable(name: &CStr) {
+    // SAFETY: the value is a string in the memory of this process, where the program may change it.
+    // No other thread reads it.
+    #[allow(unsafe_code)]
+    unsafe {
+        let value = libc::getenv(name.as_ptr());
+        if !value.is_null() {
+            value.write_bytes(0, libc::strlen(value));
+        }
+    }
+}
+
 /// Gives the process a name, the root directory and /dev/null, and closes all descriptors but
 /// these: others wait for the end of pipes.
 pub fn keep_only(kept: &[RawFd], name: &CStr) -> io::Result<()> {
-    let _ = rustix::thread::set_name(name);
     rustix::process::chdir("/")?;
+    keep_descriptors(kept, name)
+}
+
+/// The same without the root directory.
+pub fn keep_descriptors(kept: &[RawFd], name: &CStr) -> io::Result<()> {
+    let _ = rustix::thread::set_name(name);
     let null = rustix::fs::open("/dev/null", OFlags::RDWR, Mode::empty())?;
     rustix::stdio::dup2_stdin(null.as_fd())?;
     rustix::stdio::dup2_stdout(null.as_fd())?;
@@ -62,4 +81,29 @@ pub fn keep_only(kept: &[RawFd], name: &CStr) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_that_is_forgotten_is_in_no_file_of_the_process() {
+        // Of all tests of this crate, only this one looks at the environment, in a process of its
+        // own.
+        let marked = "BCOW_TEST_OF_FORGETTING";
+        if std::env::var(marked).is_err() {
+            let this = std::env::current_exe().unwrap();
+            let mut again = std::process::Command::new(this);
+            again.args(["a_value_that_is_forgotten", "--test-threads", "1"]);
+            let done = again.env(marked, "a secret").status().unwrap();
+            assert!(done.success());
+            return;
+        }
+        forget_variable(c"BCOW_TEST_OF_FORGETTING");
+        forget_variable(c"BCOW_TEST_OF_NOTHING");
+        assert_eq!(std::env::var(marked).as_deref(), Ok(""));
+        let environment = std::fs::read("/proc/self/environ").unwrap();
+        assert!(!environment.windows(8).any(|part| part == b"a secret"));
+    }
 }

@@ -26,9 +26,11 @@
 
 mod calls;
 mod files;
+pub mod fork;
 
 use std::io;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use landlock::RulesetError;
 use rustix::io::Errno;
@@ -77,7 +79,7 @@ pub enum Access {
 }
 
 /// Which modes, owners and extended attributes of files a process may change.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Attributes {
     /// None: new files have those that the system gives them.
     Refused,
@@ -87,13 +89,16 @@ pub enum Attributes {
     OfAllFiles,
 }
 
-/// A process that opens files and mounts as long as it lives.
+/// A process that opens files, or makes connections, as long as it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Service {
-    /// It starts no programs.
+    /// It mounts, and starts no programs. Another process makes connections for it.
     Mounts,
-    /// It starts programs, which are in its sandbox too.
+    /// It mounts, and starts programs, which are in its sandbox too.
     Programs,
+    /// It makes connections, and starts the programs that have credentials for them, which are in
+    /// its sandbox too.
+    Connections,
 }
 
 /// What a file of an upper may need: its owner and mode, set-id bits, a device number, attributes
@@ -116,6 +121,10 @@ pub const OF_DISK: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::FSETID)
     .union(CapabilitySet::SYS_RESOURCE);
+
+/// How long a thread that has done its work stays visible, at most: the kernel ends it a moment
+/// later than another thread learns of it.
+const LONGEST_END_OF_A_THREAD: Duration = Duration::from_secs(2);
 
 /// The capabilities of services of root: those for files of any owner and kind, with any
 /// attributes; for mounts; for the limits of resources; and to find out from other processes which
@@ -197,11 +206,25 @@ impl Sandbox {
         let kept = match service {
             Service::Mounts => OF_SERVICES,
             Service::Programs => OF_SERVICES.union(OF_PROGRAMS),
+            // The files with credentials may be those of another user.
+            Service::Connections => CapabilitySet::DAC_READ_SEARCH,
         };
         sandbox.part("capabilities-partly", || keep_capabilities(kept))?;
-        sandbox.part("sockets-partly", || Ok(calls::refuse_families()?))?;
+        sandbox.part("sockets-partly", || Ok(calls::refuse_families(service)?))?;
         sandbox.when = When::Off;
         Ok(sandbox)
+    }
+
+    /// The sandbox of a process that decodes nothing, and does with the rights of its user what
+    /// others cannot. It is that of [`Service::Programs`], for root only: an ordinary user needs
+    /// fusermount3, which gets new privileges.
+    pub fn of_helper(when: When) -> Result<Self, SandboxError> {
+        match when {
+            When::Auto | When::Require if rustix::process::geteuid().is_root() => {
+                Sandbox::of_service(when, Service::Programs)
+            }
+            _ => Ok(Sandbox::off()),
+        }
     }
 
     /// New privileges and core dumps.
@@ -302,10 +325,14 @@ fn refuse_core_dumps() -> Result<(), SandboxError> {
 }
 
 fn require_one_thread() -> Result<(), SandboxError> {
-    match std::fs::read_dir("/proc/self/task").map(Iterator::count) {
-        Ok(2..) => Err(SandboxError::Threads),
-        // Without /proc, the count is not known. It is a property of this program alone.
-        _ => Ok(()),
+    let last_look = Instant::now() + LONGEST_END_OF_A_THREAD;
+    loop {
+        match std::fs::read_dir("/proc/self/task").map(Iterator::count) {
+            Ok(2..) if Instant::now() > last_look => return Err(SandboxError::Threads),
+            Ok(2..) => std::thread::sleep(Duration::from_micros(100)),
+            // Without /proc, the count is not known. It is a property of this program alone.
+            _ => return Ok(()),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 /* Preloaded into bcow: does from inside what a sandbox refuses, and reports it.
 
-   ESCAPE_AT names the function that begins: `write` to standard output, or `pread64`. Both wait for
-   the file ESCAPE_GO, if it is set. ESCAPE_REPORT is the file for the report: lines of a name and
+   ESCAPE_AT names the function that begins: `write` to standard output, `pread64`, or `connect` to
+   an Internet address. They wait for the file ESCAPE_GO, if it is set. ESCAPE_REPORT is the file for the report: lines of a name and
    an error number, or 0 without an error. ESCAPE_PATHS has paths, separated by colons, each after
    `r` or `w`. With ESCAPE_CHANGES_ATTRIBUTES, the process may change those of its open files; if it
    is `all`, those of all files. */
@@ -26,13 +26,22 @@
 #include <unistd.h>
 
 static int report = -1;
+static pid_t opener;
 static int begun;
 
 static void __attribute__((constructor)) open_report(void)
 {
     const char *path = getenv("ESCAPE_REPORT");
+    opener = getpid();
     if (path)
         report = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+}
+
+/* A process that the one with the report has forked may have closed it. */
+static void reopen_report(void)
+{
+    if (opener != getpid())
+        open_report();
 }
 
 static void note(const char *name, long result)
@@ -144,6 +153,7 @@ static void begin_at(const char *function)
         return;
     if (!__atomic_exchange_n(&begun, 1, __ATOMIC_SEQ_CST)) {
         int error = errno;
+        reopen_report();
         try_all();
         errno = error;
     }
@@ -154,6 +164,13 @@ ssize_t write(int descriptor, const void *bytes, size_t length)
     if (descriptor == STDOUT_FILENO)
         begin_at("write");
     return syscall(SYS_write, descriptor, bytes, length);
+}
+
+int connect(int descriptor, const struct sockaddr *address, socklen_t length)
+{
+    if (address && (address->sa_family == AF_INET || address->sa_family == AF_INET6))
+        begin_at("connect");
+    return syscall(SYS_connect, descriptor, address, length);
 }
 
 ssize_t pread64(int descriptor, void *bytes, size_t length, off64_t at)

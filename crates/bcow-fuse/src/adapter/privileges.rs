@@ -38,6 +38,7 @@ use fuser::{FileAttr, Request};
 use rustix::io::Errno;
 
 use super::{FOREVER, is_alias};
+use crate::callers::Caller;
 use crate::owners::Owners;
 
 /// Number of the capability to act as the owner of every file (linux/capability.h).
@@ -133,7 +134,7 @@ fn owns(request: &Request, attributes: &Attributes) -> bool {
     let user = request.uid();
     user == 0
         || user == attributes.uid
-        || Process::of(request).is_some_and(|process| process.has(CAP_FOWNER))
+        || caller(request).is_some_and(|caller| caller.has(CAP_FOWNER))
 }
 
 /// Clears set-group-ID after a new ACL, unless the caller is in the file's group or has CAP_FSETID.
@@ -170,49 +171,18 @@ fn may_keep_set_id(request: &Request) -> bool {
         // safe choice.
         return false;
     }
-    Process::of(request).is_some_and(|process| process.has(CAP_FSETID))
+    caller(request).is_some_and(|caller| caller.has(CAP_FSETID))
 }
 
 /// Whether the caller is in the group or may keep set-id bits.
 fn is_in_group(request: &Request, group: u32) -> bool {
     request.gid() == group
         || may_keep_set_id(request)
-        || Process::of(request).is_some_and(|process| process.groups.contains(&group))
+        || caller(request).is_some_and(|caller| caller.groups.contains(&group))
 }
 
-/// The caller's data from /proc.
-#[derive(Debug, PartialEq, Eq)]
-struct Process {
-    effective: u64,
-    groups: Vec<u32>,
-    is_in_initial_user_namespace: bool,
-}
-
-impl Process {
-    /// Whether the process has a capability in the initial user namespace.
-    fn has(&self, capability: u32) -> bool {
-        self.is_in_initial_user_namespace && self.effective & (1 << capability) != 0
-    }
-
-    fn of(request: &Request) -> Option<Process> {
-        // The kernel sends 0 for a process outside the PID namespace in which the mount was made.
-        let pid = Some(request.pid()).filter(|&pid| pid != 0)?;
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let map = std::fs::read_to_string(format!("/proc/{pid}/uid_map")).ok()?;
-        Process::parse(&status, &map)
-    }
-
-    fn parse(status: &str, uid_map: &str) -> Option<Process> {
-        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
-        Some(Process {
-            effective: u64::from_str_radix(field("CapEff:")?.trim(), 16).ok()?,
-            groups: field("Groups:")?
-                .split_whitespace()
-                .filter_map(|group| group.parse().ok())
-                .collect(),
-            is_in_initial_user_namespace: uid_map.split_whitespace().eq(["0", "0", "4294967295"]),
-        })
-    }
+fn caller(request: &Request) -> Option<Caller> {
+    Caller::of(request.pid())
 }
 
 #[cfg(test)]
@@ -232,27 +202,5 @@ mod tests {
             assert_eq!(without_set_id(before, true), same, "{before:o}");
             assert_eq!(without_set_id(before, false), another, "{before:o}");
         }
-    }
-
-    #[test]
-    fn process_is_read_from_its_status() {
-        let status = "Name:\tx\nGroups:\t4 24 1000 \nCapEff:\t0000000000000010\n";
-        let process = Process::parse(status, "         0          0 4294967295\n").unwrap();
-        assert_eq!(process.effective, 1 << CAP_FSETID);
-        assert_eq!(process.groups, [4, 24, 1000]);
-        assert!(process.is_in_initial_user_namespace);
-        assert!(
-            !Process::parse(status, "0 100000 65536\n")
-                .unwrap()
-                .is_in_initial_user_namespace
-        );
-        assert_eq!(Process::parse("Name:\tx\n", ""), None);
-    }
-
-    #[test]
-    fn this_process_can_be_read() {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap();
-        let map = std::fs::read_to_string("/proc/self/uid_map").unwrap();
-        assert!(Process::parse(&status, &map).is_some());
     }
 }

@@ -19,11 +19,12 @@ use serde::{Deserialize, Serialize};
 use super::place::LoopMount;
 use crate::disk::Barriers;
 use crate::error::MountError;
-use crate::fork::{fork, keep_only};
 use crate::growth;
 use crate::options::MountOptions;
 use crate::packets::{self, Packet};
 use crate::unmount::Unmounted;
+use bcow_sandbox::fork::{fork, keep_only};
+use bcow_sandbox::{Sandbox, When};
 
 /// A request. The mounter answers each with one packet.
 #[derive(Debug, Serialize, Deserialize)]
@@ -79,13 +80,15 @@ pub struct Mounter {
 impl Mounter {
     /// Starts it, for a mount at `target`. This process has one thread, and none of the descriptors
     /// that only one process may have.
-    pub fn start(target: &Path, options: &MountOptions) -> io::Result<Self> {
+    pub fn start(target: &Path, options: &MountOptions, sandbox: When) -> io::Result<Self> {
         // A later step fails with the reason if it cannot be used.
         let target = target.canonicalize().unwrap_or_default();
         let (own, of_mounter) = packets::pair()?;
         let serve = || {
             let kept = keep_only(&[of_mounter.as_raw_fd()], c"bcow-mounter");
-            let _ = kept.and_then(|()| serve(&of_mounter, &target, options));
+            if kept.is_ok() && Sandbox::of_helper(sandbox).is_ok() {
+                let _ = serve(&of_mounter, &target, options);
+            }
         };
         fork(serve)?;
         let socket = Mutex::new(own);

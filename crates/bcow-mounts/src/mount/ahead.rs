@@ -28,39 +28,55 @@ impl Drop for Fetching {
     }
 }
 
-/// Starts to fetch the image, as its prefetch list and the options say. Failures are only logged.
-pub fn start(args: &MountArgs, image: &OpenImage) -> Option<Fetching> {
+/// Fetching that has not begun. It begins when the process is in its sandbox, which the thread
+/// would not enter.
+pub struct Ready {
+    name: String,
+    shown: Shown,
+    files: Vec<Arc<RemoteFile>>,
+    when: Option<CompleteWhen>,
+}
+
+/// What is to be fetched of the image, as its prefetch list and the options say.
+pub fn prepare(args: &MountArgs, image: &OpenImage) -> Option<Ready> {
     let files = args.stores.remote.files();
-    if files.is_empty() {
-        return None;
-    }
-    let stop = Arc::new(AtomicBool::new(false));
-    let name = image.path().display().to_string();
-    // Layers on top are files of this machine.
-    let shown = Shown::by(image.parts().first().map_or(image, |part| &part.image));
-    let when = args.complete;
-    let work = {
-        let (stop, name) = (Arc::clone(&stop), name.clone());
-        // The mount does not wait for the list.
-        move || fetch(&name, shown, files, when, &stop)
-    };
-    match thread::Builder::new().name("ahead".to_owned()).spawn(work) {
-        Ok(_) => Some(Fetching(stop)),
-        Err(error) => {
-            let message = format!("{name}: not fetched ahead: {error}");
-            log::log(Severity::Warning, &message);
-            None
+    (!files.is_empty()).then(|| Ready {
+        name: image.path().display().to_string(),
+        // Layers on top are files of this machine.
+        shown: Shown::by(image.parts().first().map_or(image, |part| &part.image)),
+        files,
+        when: args.complete,
+    })
+}
+
+impl Ready {
+    /// Starts to fetch. Failures are only logged.
+    pub fn start(self) -> Option<Fetching> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let name = self.name.clone();
+        let work = {
+            let stop = Arc::clone(&stop);
+            // The mount does not wait for the list.
+            move || fetch(self, &stop)
+        };
+        match thread::Builder::new().name("ahead".to_owned()).spawn(work) {
+            Ok(_) => Some(Fetching(stop)),
+            Err(error) => {
+                let message = format!("{name}: not fetched ahead: {error}");
+                log::log(Severity::Warning, &message);
+                None
+            }
         }
     }
 }
 
-fn fetch(
-    name: &str,
-    shown: Shown,
-    files: Vec<Arc<RemoteFile>>,
-    when: Option<CompleteWhen>,
-    stop: &AtomicBool,
-) {
+fn fetch(ready: Ready, stop: &AtomicBool) {
+    let Ready {
+        name,
+        shown,
+        files,
+        when,
+    } = ready;
     let note = |error: &Error| {
         let message = format!("{name}: its list of what a start reads is unused: {error}");
         log::log(Severity::Warning, &message);

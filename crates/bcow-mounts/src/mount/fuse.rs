@@ -14,7 +14,7 @@ use bcow_images::image::OpenImage;
 use bcow_images::record::Recording;
 use bcow_images::running::{self, Service};
 
-use super::ahead::{self, Fetching};
+use super::ahead;
 use super::host::{Host, UpperUse};
 use super::{owners, share, upper};
 use crate::args::MountArgs;
@@ -30,8 +30,8 @@ pub struct Mounted {
     /// The identity of the image.
     pub identity: [u8; 32],
     pub access: Access,
-    /// Ends with the mount.
-    pub fetching: Option<Fetching>,
+    /// To be started when the mount is served.
+    pub fetching: Option<ahead::Ready>,
     /// Becomes a trace when the mount has ended; never in a pool.
     pub recording: Option<Recording>,
 }
@@ -96,7 +96,7 @@ pub struct Opened {
     owner_is_needed: Option<u32>,
     /// Why the mount does not share files.
     why_not_shared: Option<String>,
-    fetching: Option<Fetching>,
+    fetching: Option<ahead::Ready>,
     recording: Option<Recording>,
 }
 
@@ -111,7 +111,7 @@ pub fn open(
 ) -> Result<Opened, CommandError> {
     let open_options = args.open_options(&host.cache);
     let image = args.open_image(&open_options)?;
-    let fetching = ahead::start(args, &image);
+    let fetching = ahead::prepare(args, &image);
     let identity = image.identity();
     let record = |path| Recording::start(image.image().clone(), identity, path);
     let recording = args.record.as_deref().map(record).transpose()?;

@@ -24,7 +24,7 @@ use bcow_images::size::{Human, disk_size};
 use bcow_mount::filesystem;
 use bcow_union::{DiskInstance, SyncPolicy};
 
-use super::ahead::{self, Fetching};
+use super::ahead;
 use super::direct;
 use super::fuse::{Mounted, about, service};
 use super::host::Host;
@@ -54,7 +54,7 @@ pub struct Opened {
     disk_files: Option<DiskFiles>,
     /// The upper, locked. Dropped after the disk.
     upper: Option<DiskInstance>,
-    fetching: Option<Fetching>,
+    fetching: Option<ahead::Ready>,
     recording: Option<Recording>,
 }
 
@@ -191,7 +191,7 @@ fn open_asked(
         reason,
         grows_to,
         disk_files,
-        fetching: ahead::start(args, &image),
+        fetching: ahead::prepare(args, &image),
         ..Opened::new(device, identity, instance.disk_path(), Some(instance))
     })
 }
@@ -322,7 +322,7 @@ fn open_sealed(args: &MountArgs, options: &OpenOptions) -> Result<Opened, Comman
     Ok(Opened {
         files,
         why_served,
-        fetching: ahead::start(args, &image),
+        fetching: ahead::prepare(args, &image),
         ..Opened::new(device, image.identity(), path, None)
     })
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use bcow::chain::directory_of;
 use bcow_fuse::kernel::{Device, DiskMount, Mounter};
-use bcow_fuse::{AnySession, MountOptions, UnmountProcess, starter};
+use bcow_fuse::{AnySession, MountOptions, UnmountProcess};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::sandbox;
 use bcow_sandbox::{Access, Attributes, CapabilitySet, OF_DISK, OF_UPPER, Sandbox};
@@ -13,19 +13,13 @@ use bcow_union::log;
 use super::driver::Way;
 use super::fuse::Mounted;
 use crate::args::MountArgs;
-use crate::error::failure;
 
 /// A process that enters the sandbox in steps.
 pub struct Prepared {
-    /// Unmounts when this process cannot: it can give up all files.
+    /// Unmounts, and looks at other processes, when this process cannot: it can give up all files.
     unmounting: Option<UnmountProcess>,
     /// Mounts with the kernel driver when this process cannot.
     mounter: Option<Mounter>,
-    /// Whether it gives up some rights before it opens the content: it may mount by the kernel
-    /// driver, or needs the network.
-    is_service: bool,
-    /// What it has given up before.
-    begun: Sandbox,
     confined: Option<Confined>,
 }
 
@@ -52,43 +46,29 @@ pub fn prepare(
     let mut prepared = Prepared {
         unmounting: None,
         mounter: None,
-        is_service: false,
-        begun: Sandbox::off(),
         confined: None,
     };
-    if args.sandbox.is_off() {
-        return Ok(prepared);
-    }
     let layers = args.layers()?;
     let images = layers.iter().chain([&args.image]);
-    let needs_network = args.stores.may_need_network(images);
-    prepared.is_service = needs_network || !matches!(way, Way::Fuse { .. });
-    // First, because the other process would use the starter.
-    if !needs_network && !matches!(way, Way::Upper { .. }) {
-        match UnmountProcess::start() {
+    if !args.sandbox.prepare(images, &args.stores)? {
+        return Ok(prepared);
+    }
+    let when = args.sandbox.when();
+    if !matches!(way, Way::Upper { .. }) {
+        match UnmountProcess::start(when) {
             Ok(process) => prepared.unmounting = Some(process),
             Err(error) => drop(refused(args, &error)?),
         }
     }
-    // Only root mounts with the kernel driver. If the FUSE driver mounts after all, root needs no
-    // fusermount3.
-    if prepared.is_service && !needs_network && rustix::process::geteuid().is_root() {
-        match Mounter::start(args.directory(), options) {
-            Ok(mounter) => {
-                prepared.mounter = Some(mounter);
-                return Ok(prepared);
-            }
+    // Only root mounts with the kernel driver.
+    if !matches!(way, Way::Fuse { .. }) && rustix::process::geteuid().is_root() {
+        match Mounter::start(args.directory(), options, when) {
+            Ok(mounter) => prepared.mounter = Some(mounter),
             Err(error) => {
                 let reason = format!("another process cannot mount: {error}");
                 args.sandbox.without(&reason)?;
             }
         }
-    }
-    if prepared.is_service
-        && let Err(error) = starter::start(|_| ())
-    {
-        args.sandbox.without(&failure(&error).in_one_line())?;
-        prepared.is_service = false;
     }
     Ok(prepared)
 }
@@ -110,14 +90,6 @@ pub fn check(args: &MountArgs) -> Result<(), CommandError> {
 }
 
 impl Prepared {
-    /// Gives up what neither the opening of the content nor the mount needs.
-    pub fn begin(mut self, args: &MountArgs) -> Result<Self, CommandError> {
-        if self.is_service {
-            self.begun = args.sandbox.begin_service()?;
-        }
-        Ok(self)
-    }
-
     /// Gives up all files but those of a disk, before its content is served. Returns the process
     /// that mounts it, if there is one. This process has one thread.
     pub fn confine(
@@ -133,7 +105,7 @@ impl Prepared {
     }
 
     /// Enters the sandbox, and takes requests of other commands. With the FUSE driver, the process
-    /// has one thread before, unless it needs the network.
+    /// has one thread before.
     pub fn enter(self, args: &MountArgs, mounted: &mut Mounted) -> Result<(), CommandError> {
         let confined = match (&mounted.session, self.unmounting) {
             (AnySession::Fuse(session), Some(process)) => match session.unmount_by(process) {
@@ -149,7 +121,7 @@ impl Prepared {
         mounted.take_requests(|_| ());
         let entered = match confined {
             Some(confined) => confined.finish()?,
-            None => self.begun,
+            None => Sandbox::off(),
         };
         let in_force = entered.in_force();
         mounted.stats.set_sandbox(in_force.clone());
@@ -161,18 +133,15 @@ impl Prepared {
 impl Rights {
     /// With the FUSE driver.
     fn of_fuse(args: &MountArgs) -> Self {
+        let own = (PathBuf::from("/proc/self"), Access::Read);
         match args.upper.path() {
             Some(upper) => Rights {
-                files: vec![
-                    (upper.to_owned(), Access::All),
-                    // The groups and capabilities of the processes that use the mount.
-                    (PathBuf::from("/proc"), Access::Read),
-                ],
+                files: vec![(upper.to_owned(), Access::All), own],
                 capabilities: OF_UPPER,
                 attributes: Attributes::OfAllFiles,
             },
             None => Rights {
-                files: vec![(PathBuf::from("/proc/self"), Access::Read)],
+                files: vec![own],
                 capabilities: CapabilitySet::empty(),
                 attributes: Attributes::Refused,
             },
@@ -207,8 +176,11 @@ impl Rights {
 
 impl Confined {
     /// Gives up all files and capabilities but these, and those for the options of the mount.
-    fn new(args: &MountArgs, rights: Rights) -> Result<Self, CommandError> {
+    fn new(args: &MountArgs, mut rights: Rights) -> Result<Self, CommandError> {
         log::connect_syslog();
+        sandbox::seal(&args.stores)?;
+        let remote = args.stores.remote.rights();
+        rights.attributes = rights.attributes.max(remote.attributes);
         let mut entered = args.sandbox.begin_changing(rights.attributes)?;
         let mut capabilities = rights.capabilities;
         let written = [args.log_file.as_deref(), args.record.as_deref()];
@@ -223,6 +195,7 @@ impl Confined {
         {
             own.push((directory_of(Path::new(path)), Access::Remove));
         }
+        own.extend(remote.files);
         if !own.is_empty() {
             capabilities |= CapabilitySet::DAC_OVERRIDE;
         }

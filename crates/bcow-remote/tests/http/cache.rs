@@ -11,8 +11,8 @@ use bcow_remote::{
     Address, Cache, EntryKind, Options, Problem, Prune, Pruned, Remote, RemoteFile, Root, Warm,
 };
 
-use crate::server::{Asked, Reply, Server};
-use crate::{TIMEOUT, cache_directory, good, image, open, options, read_all};
+use super::server::{Asked, Reply, Server};
+use super::{TIMEOUT, cache_directory, good, image, open, options, read_all};
 
 fn limited(directory: &Path, limit: u64) -> Options {
     let cache = Cache::open(directory).expect("a cache");

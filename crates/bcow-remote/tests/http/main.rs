@@ -5,8 +5,8 @@ mod cache;
 mod misbehaving;
 mod patience;
 mod referrers;
-mod registry;
-mod server;
+pub mod registry;
+pub mod server;
 mod upload;
 mod without_ranges;
 
@@ -19,7 +19,8 @@ use std::time::Duration;
 
 use bcow::{Image, ImageWriter, MemoryStorage, OpenOptions, Storage, WriterOptions};
 use bcow_remote::{
-    Address, Cache, Expected, Options, Problem, Remote, RemoteError, RemoteFile, Root,
+    Address, Cache, Expected, Fetcher, Keychain, Options, Problem, Remote, RemoteError, RemoteFile,
+    Root, Setup,
 };
 use server::{Asked, Reply, Server, ranged};
 
@@ -27,16 +28,16 @@ use server::{Asked, Reply, Server, ranged};
 const TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// The time for an operation that ends before it, also on a slow machine.
-const LONG: Duration = Duration::from_secs(60);
+pub const LONG: Duration = Duration::from_secs(60);
 
 /// Where many tests read the image.
-const AT: usize = 1 << 20;
+pub const AT: usize = 1 << 20;
 
 /// The image of most tests.
 static IMAGE: LazyLock<(Arc<Vec<u8>>, Root)> = LazyLock::new(|| new_image(1));
 
 /// A sealed image of about three megabytes that do not compress, and its root hash.
-fn image(seed: u64) -> (Arc<Vec<u8>>, Root) {
+pub fn image(seed: u64) -> (Arc<Vec<u8>>, Root) {
     match seed {
         1 => IMAGE.clone(),
         seed => new_image(seed),
@@ -65,26 +66,50 @@ fn new_image(seed: u64) -> (Arc<Vec<u8>>, Root) {
     (Arc::new(storage.to_vec()), root)
 }
 
-fn options(cache: Option<&tempfile::TempDir>) -> Options {
+/// Whether a fetcher makes the connections of these tests: the crate `fetched` has them too.
+pub const IS_FETCHED: bool = matches!(env!("CARGO_CRATE_NAME").as_bytes(), b"fetched");
+
+pub fn options(cache: Option<&tempfile::TempDir>) -> Options {
+    options_with(cache, Arc::new(registry::Stranger))
+}
+
+/// With a fetcher, `keychain` is what that one has.
+fn options_with(cache: Option<&tempfile::TempDir>, keychain: Arc<dyn Keychain>) -> Options {
     Options {
         insecure: true,
         timeout: TIMEOUT,
         cache: cache.map(|at| Cache::open(at.path()).expect("a cache")),
+        fetcher: IS_FETCHED.then(|| fetcher(keychain)),
         ..Options::default()
     }
+}
+
+/// A fetcher in threads of this process. It ends when it is not used any more.
+fn fetcher(keychain: Arc<dyn Keychain>) -> Arc<Fetcher> {
+    let (fetcher, sockets) = Fetcher::pair().expect("sockets");
+    let setup = Setup {
+        keychain: Box::new(move |_| Arc::clone(&keychain)),
+        s3: || Err("no S3".to_owned()),
+    };
+    std::thread::spawn(|| sockets.serve(setup).expect("served"));
+    Arc::new(fetcher)
 }
 
 fn cache_directory() -> tempfile::TempDir {
     tempfile::tempdir().expect("a directory")
 }
 
-fn open(server: &Server, options: Options, root: Option<Root>) -> Result<RemoteFile, RemoteError> {
+pub fn open(
+    server: &Server,
+    options: Options,
+    root: Option<Root>,
+) -> Result<RemoteFile, RemoteError> {
     let remote = Remote::new(options).expect("a client");
     let address = Address::parse(&server.url("/image.bcow")).expect("an address");
     remote.open(&address, root.map(Into::into))
 }
 
-fn good(file: &Arc<Vec<u8>>) -> Server {
+pub fn good(file: &Arc<Vec<u8>>) -> Server {
     let file = Arc::clone(file);
     Server::start(move |_| Reply::File(file.clone()))
 }
@@ -94,7 +119,7 @@ fn starts_at(asked: &Asked, place: usize) -> bool {
     asked.range.is_some_and(|(first, _)| first == place)
 }
 
-fn read_all(file: &RemoteFile) -> io::Result<Vec<u8>> {
+pub fn read_all(file: &RemoteFile) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; file.len()? as usize];
     file.read_at(0, &mut bytes)?;
     Ok(bytes)

@@ -7,8 +7,8 @@ use std::time::Duration;
 use bcow::Storage;
 use bcow_remote::{Address, Options, Problem, Remote, RemoteError, RemoteFile};
 
-use crate::server::{self, Reply, Server, ranged};
-use crate::{
+use super::server::{self, Reply, Server, ranged};
+use super::{
     AT, LONG, TIMEOUT, cache_directory, error_of_read, good, image, open, options, read_all,
     starts_at,
 };

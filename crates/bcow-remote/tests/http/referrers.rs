@@ -5,9 +5,9 @@ use std::sync::Arc;
 use bcow_remote::{Problem, Reference, Registry, Remote, RemoteError};
 use serde_json::{Value, json};
 
-use crate::registry::{DIGEST, Stranger, registry};
-use crate::server::{Asked, Reply, Server};
-use crate::{cache_directory, options};
+use super::registry::{DIGEST, Stranger, registry};
+use super::server::{Asked, Reply, Server};
+use super::{cache_directory, options};
 
 const KIND: &str = "application/vnd.test";
 

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use bcow::Storage;
 use bcow_remote::{Credentials, Keychain, Problem, Reference, Registry, Remote};
 
-use crate::server::{Asked, Reply, Server};
-use crate::{cache_directory, image, options, read_all};
+use super::server::{Asked, Reply, Server};
+use super::{cache_directory, image, options, options_with, read_all};
 
 const PASSWORD: &str = "geheim";
 /// `alice:geheim`
@@ -34,7 +34,8 @@ impl Keychain for Stranger {
 }
 
 pub fn registry(server: &Server, keychain: Arc<dyn Keychain>, end: &str) -> Registry {
-    let remote = Remote::new(options(None)).expect("a client");
+    let remote = options_with(None, Arc::clone(&keychain));
+    let remote = Remote::new(remote).expect("a client");
     let reference: Reference = format!("docker://{}/team/image{end}", server.address)
         .parse()
         .expect("a reference");
@@ -235,7 +236,7 @@ fn whole_blob_is_continued_where_the_connection_broke() {
     let bytes: Arc<Vec<u8>> = Arc::new((0..500_000_u32).map(|n| (n / 7) as u8).collect());
     let sent = Arc::clone(&bytes);
     let server = Server::start(move |asked| {
-        let whole = crate::server::ranged(asked, &sent, "\"one\"");
+        let whole = super::server::ranged(asked, &sent, "\"one\"");
         match asked.number {
             0..3 => Reply::Raw(whole[..100_000].to_vec()),
             _ => Reply::File(sent.clone()),
@@ -269,7 +270,7 @@ fn time_of_a_slow_reader_is_not_that_of_the_server() {
     let mut buf = [0; 100_000];
     for _ in 0..3 {
         std::io::Read::read_exact(&mut download, &mut buf).expect("bytes");
-        std::thread::sleep(crate::TIMEOUT);
+        std::thread::sleep(super::TIMEOUT);
     }
     assert_eq!(
         std::io::Read::read(&mut download, &mut buf).expect("the end"),

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex};
 use bcow_remote::{Keychain, Problem, Pushed, Reference, Remote, RemoteError, Upload};
 use sha2::{Digest, Sha256};
 
-use crate::options;
-use crate::registry::{Alice, Stranger, unauthorized};
-use crate::server::{Asked, Reply, Server};
+use super::options;
+use super::registry::{Alice, Stranger, unauthorized};
+use super::server::{Asked, Reply, Server};
 
 pub fn digest(bytes: &[u8]) -> String {
     format!(

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bcow::Storage;
 use bcow_remote::{Address, Options, Problem, Remote};
 
-use crate::server::{Asked, Reply, Server};
-use crate::{AT, LONG, cache_directory, good, image, open, options, read_all, starts_at};
+use super::server::{Asked, Reply, Server};
+use super::{AT, LONG, cache_directory, good, image, open, options, read_all, starts_at};
 
 #[test]
 fn server_without_ranges_sends_the_whole_file_into_the_cache() {

@@ -36,6 +36,7 @@ const MAY_USE: [(&str, &[&str]); 25] = [
             "bcow",
             "bcow-format",
             "bcow-listen",
+            "bcow-sandbox",
         ],
     ),
     ("bcow-nbd", &["bcow", "bcow-listen"]),
