@@ -286,7 +286,7 @@ impl RemoteArgs {
 
     /// The process that makes the connections reads no further file from now on.
     pub(crate) fn seal_fetcher(&self) -> Result<(), Problem> {
-        self.fetcher.get().map_or(Ok(()), Fetcher::seal)
+        self.fetcher.get().map_or(Ok(()), |fetcher| fetcher.seal())
     }
 
     /// The credentials for registries. Fails if the file that the user names cannot be read.

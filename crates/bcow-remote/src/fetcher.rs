@@ -23,14 +23,16 @@ use crate::servers::Permit;
 pub(crate) use messages::{AccessTo, ClientName, Page};
 use messages::{Answer, Document, Request, Time, Wanted};
 
-/// Requests at one time, to all servers. One more socket shows the end of the other process.
+/// Requests at one time, to all servers. One more socket is for requests that need no server, and
+/// another one shows the end of the other process.
 const CHANNELS: usize = 64;
-/// How long the counters wait for one of them.
-const LONGEST_WAIT_FOR_FIGURES: Duration = Duration::from_secs(1);
 
 /// The fetcher of this process.
 #[derive(Debug)]
 pub struct Fetcher {
+    /// For requests that need no server, so that they never wait for one. The lock is held for a
+    /// request and its answer; no other lock is taken meanwhile.
+    control: Mutex<UnixStream>,
     /// The sockets without a request. The lock is held to take one or to put one back.
     idle: Mutex<Vec<UnixStream>>,
     is_freed: Condvar,
@@ -43,6 +45,8 @@ pub struct Fetcher {
 
 /// The fetcher's ends of the sockets.
 pub struct Sockets {
+    /// For requests that need no server.
+    pub(crate) control: UnixStream,
     pub(crate) channels: Vec<UnixStream>,
     /// Its end is the end of the other process.
     pub(crate) life: UnixStream,
@@ -51,7 +55,7 @@ pub struct Sockets {
 impl Sockets {
     /// The descriptors that the fetcher keeps.
     pub fn descriptors(&self) -> Vec<RawFd> {
-        let all = self.channels.iter().chain([&self.life]);
+        let all = self.channels.iter().chain([&self.control, &self.life]);
         all.map(AsRawFd::as_raw_fd).collect()
     }
 }
@@ -90,6 +94,7 @@ struct Channel {
     fetcher: Arc<Fetcher>,
     /// `None` when it has been put back.
     socket: Option<UnixStream>,
+    is_broken: bool,
 }
 
 impl Fetcher {
@@ -97,18 +102,25 @@ impl Fetcher {
     pub fn pair() -> io::Result<(Fetcher, Sockets)> {
         let (own_life, life) = UnixStream::pair()?;
         let (mut idle, mut channels) = (Vec::new(), Vec::new());
+        let (own_control, control) = UnixStream::pair()?;
         for _ in 0..CHANNELS {
             let (own, of_fetcher) = UnixStream::pair()?;
             idle.push(own);
             channels.push(of_fetcher);
         }
         let fetcher = Fetcher {
+            control: Mutex::new(own_control),
             idle: Mutex::new(idle),
             is_freed: Condvar::new(),
             closed: Mutex::default(),
             life: own_life,
         };
-        Ok((fetcher, Sockets { channels, life }))
+        let sockets = Sockets {
+            control,
+            channels,
+            life,
+        };
+        Ok((fetcher, sockets))
     }
 
     /// Waits for the end of the fetcher.
@@ -118,10 +130,8 @@ impl Fetcher {
     }
 
     /// The fetcher reads no file any more but those that are open.
-    pub fn seal(self: &Arc<Self>) -> Result<(), Problem> {
-        let until = Instant::now() + LONGEST_WAIT_FOR_FIGURES;
-        let mut channel = self.channel(until).ok_or_else(ended)?;
-        match channel.ask(&Request::Seal) {
+    pub fn seal(&self) -> Result<(), Problem> {
+        match self.control(&Request::Seal) {
             Ok(Answer::Done) => Ok(()),
             Ok(_) => Err(ended()),
             Err(fault) => Err(fault.problem),
@@ -129,9 +139,8 @@ impl Fetcher {
     }
 
     /// The counters of the connections of a client.
-    pub(crate) fn figures(self: &Arc<Self>, client: &ClientName) -> Option<Figures> {
-        let mut channel = self.channel(Instant::now() + LONGEST_WAIT_FOR_FIGURES)?;
-        match channel.ask(&Request::Figures(client.clone())).ok()? {
+    pub(crate) fn figures(&self, client: &ClientName) -> Option<Figures> {
+        match self.control(&Request::Figures(client.clone())).ok()? {
             Answer::Figures(figures) => Some(figures),
             _ => None,
         }
@@ -150,9 +159,7 @@ impl Fetcher {
             access,
             closed: std::mem::take(&mut *lock(&self.closed)),
         };
-        let until = Instant::now() + LONGEST_WAIT_FOR_FIGURES;
-        let asked = self.channel(until).ok_or_else(|| ended().permanent());
-        let number = asked.and_then(|mut channel| match channel.ask(&request)? {
+        let number = self.control(&request).and_then(|answer| match answer {
             Answer::Opened(number) => Ok(number),
             _ => Err(ended().permanent()),
         });
@@ -160,6 +167,11 @@ impl Fetcher {
             fetcher: Arc::clone(self),
             number,
         }
+    }
+
+    fn control(&self, request: &Request) -> Result<Answer, Fault> {
+        let mut socket = lock(&self.control);
+        on_socket(&mut socket, |socket| ask(socket, request))?
     }
 
     /// Waits for a socket, until a time.
@@ -174,6 +186,7 @@ impl Fetcher {
         Some(Channel {
             fetcher: Arc::clone(self),
             socket: Some(socket),
+            is_broken: false,
         })
     }
 }
@@ -187,14 +200,14 @@ impl Opened {
         permit: Permit,
         budget: &RetryBudget,
     ) -> Result<(Head, Option<u64>, Body), Fault> {
-        let (source, time) = (self.number()?, Time::of(budget));
-        let request = Request::Range {
+        let source = self.number()?;
+        let request = |time| Request::Range {
             source,
             start,
             end,
             time,
         };
-        self.begin(&request, permit, budget)
+        self.begin(request, permit, budget)
     }
 
     /// Requests the whole file.
@@ -203,8 +216,8 @@ impl Opened {
         permit: Permit,
         budget: &RetryBudget,
     ) -> Result<(Head, Option<u64>, Body), Fault> {
-        let (source, time) = (self.number()?, Time::of(budget));
-        self.begin(&Request::Whole { source, time }, permit, budget)
+        let source = self.number()?;
+        self.begin(|time| Request::Whole { source, time }, permit, budget)
     }
 
     /// Requests a document of at most `max_bytes` bytes.
@@ -214,8 +227,8 @@ impl Opened {
         max_bytes: u64,
         budget: &RetryBudget,
     ) -> Result<Vec<u8>, Fault> {
-        let request = Request::Document(self.named(headers, max_bytes, budget)?);
         let mut channel = self.channel(budget)?;
+        let request = Request::Document(self.named(headers, max_bytes, budget)?);
         match channel.ask(&request)? {
             Answer::Document(bytes) => channel.bytes(bytes, max_bytes),
             _ => Err(channel.broken()),
@@ -229,8 +242,8 @@ impl Opened {
         max_bytes: u64,
         budget: &RetryBudget,
     ) -> Result<Option<Page>, Fault> {
-        let request = Request::Page(self.named(headers, max_bytes, budget)?);
         let mut channel = self.channel(budget)?;
+        let request = Request::Page(self.named(headers, max_bytes, budget)?);
         match channel.ask(&request)? {
             Answer::NoPage => Ok(None),
             Answer::Page {
@@ -269,14 +282,15 @@ impl Opened {
         self.number.clone()
     }
 
+    /// `request` gets the time that is left when there is a socket for it.
     fn begin(
         &self,
-        request: &Request,
+        request: impl FnOnce(Time) -> Request,
         permit: Permit,
         budget: &RetryBudget,
     ) -> Result<(Head, Option<u64>, Body), Fault> {
         let mut channel = self.channel(budget)?;
-        let (head, left) = match channel.ask(request)? {
+        let (head, left) = match channel.ask(&request(Time::of(budget)))? {
             Answer::Part {
                 bytes,
                 total,
@@ -372,16 +386,8 @@ impl Drop for Body {
 }
 
 impl Channel {
-    /// Sends a request, and waits for the answer. A failure that the fetcher reports is an error.
     fn ask(&mut self, request: &Request) -> Result<Answer, Fault> {
-        let answer = self.on_socket(|socket| {
-            messages::send(socket, request)?;
-            messages::receive(socket)?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
-        })?;
-        match answer {
-            Answer::Failed(fault) => Err(fault),
-            answer => Ok(answer),
-        }
+        self.on_socket(|socket| ask(socket, request))?
     }
 
     /// The bytes behind an answer, at most as many as were asked for.
@@ -396,32 +402,34 @@ impl Channel {
         })
     }
 
-    /// Does something on the socket, which is not used any more after a failure.
     fn on_socket<T>(
         &mut self,
         work: impl FnOnce(&mut UnixStream) -> io::Result<T>,
     ) -> Result<T, Fault> {
         let done = match &mut self.socket {
-            Some(socket) => work(socket),
-            None => Err(io::ErrorKind::NotConnected.into()),
+            Some(socket) => on_socket(socket, work),
+            None => Err(ended().permanent()),
         };
-        done.map_err(|error| {
-            tracing::debug!("no answer of the fetcher: {error}");
-            self.broken()
-        })
+        self.is_broken |= done.is_err();
+        done
     }
 
-    /// Every later request on this socket fails.
+    /// The fetcher has sent something else than was asked for.
     fn broken(&mut self) -> Fault {
-        if let Some(socket) = &self.socket {
-            let _ = socket.shutdown(std::net::Shutdown::Both);
+        let unexpected = |_: &mut UnixStream| Err(io::ErrorKind::InvalidData.into());
+        match self.on_socket(unexpected) {
+            Ok(()) => ended().permanent(),
+            Err(fault) => fault,
         }
-        ended().permanent()
     }
 
     fn put_back(&mut self) {
         if let Some(socket) = self.socket.take() {
-            lock(&self.fetcher.idle).push(socket);
+            let mut idle = lock(&self.fetcher.idle);
+            // One on which every request fails is taken when there is no other one.
+            let place = if self.is_broken { 0 } else { idle.len() };
+            idle.insert(place, socket);
+            drop(idle);
             self.fetcher.is_freed.notify_one();
         }
     }
@@ -431,6 +439,28 @@ impl Drop for Channel {
     fn drop(&mut self) {
         self.put_back();
     }
+}
+
+/// Sends a request, and waits for the answer. A failure that the fetcher reports is an error.
+fn ask(socket: &mut UnixStream, request: &Request) -> io::Result<Result<Answer, Fault>> {
+    messages::send(socket, request)?;
+    Ok(match messages::receive(socket)? {
+        Some(Answer::Failed(fault)) => Err(fault),
+        Some(answer) => Ok(answer),
+        None => return Err(io::ErrorKind::UnexpectedEof.into()),
+    })
+}
+
+/// Does something on a socket. After a failure, every later request on it fails.
+fn on_socket<T>(
+    socket: &mut UnixStream,
+    work: impl FnOnce(&mut UnixStream) -> io::Result<T>,
+) -> Result<T, Fault> {
+    work(socket).map_err(|error| {
+        tracing::debug!("no answer of the fetcher: {error}");
+        let _ = socket.shutdown(std::net::Shutdown::Both);
+        ended().permanent()
+    })
 }
 
 /// The fetcher does not answer.

@@ -70,10 +70,13 @@ impl Sockets {
             sources: Mutex::default(),
             is_sealed: AtomicBool::new(false),
         });
-        let Sockets { mut channels, life } = self;
+        let Sockets {
+            mut control,
+            mut channels,
+            life,
+        } = self;
         loop {
-            // A socket gets its thread with its first request, and keeps it.
-            let sockets = [&life].into_iter().chain(&channels);
+            let sockets = [&life, &control].into_iter().chain(&channels);
             let mut waiting: Vec<_> = sockets
                 .map(|socket| PollFd::new(socket, PollFlags::IN))
                 .collect();
@@ -85,10 +88,13 @@ impl Sockets {
             if events.iter().any(|events| events.contains(PollFlags::HUP)) {
                 return Ok(());
             }
-            // The first one only shows the end.
-            let ready = events[1..].iter().map(|events| !events.is_empty());
+            if !events[1].is_empty() && !matches!(process.answer(&mut control), Ok(true)) {
+                return Ok(());
+            }
+            let ready = events[2..].iter().map(|events| !events.is_empty());
             let ready: Vec<bool> = ready.collect();
             for at in (0..channels.len()).rev().filter(|at| ready[*at]) {
+                // It gets its thread with its first request, and keeps it.
                 let socket = channels.swap_remove(at);
                 if let Err(socket) = start(&process, socket) {
                     channels.push(socket);
