@@ -814,7 +814,7 @@ class Attach(unittest.TestCase):
         def shell(script):
             return "command", {"arguments": ["sh", "-c", f"set -e; bcow={program}; {script}"]}
 
-        *_, read, services, report, _ = uml.boot([
+        *_, read, services, report, helper = uml.boot([
             shell("mkdir /tmp/disks; $bcow create -s 8M /tmp/disks/disk.bcow"),
             shell(f'LD_PRELOAD="$LD_PRELOAD:{escape}" {variables} '
                   f"$bcow attach /tmp/disks/disk.bcow {device}"),
@@ -823,8 +823,14 @@ class Attach(unittest.TestCase):
                   f"dd if={device} bs=1M count=4 iflag=direct status=none | uniq -c"),
             shell("$bcow ps --json"),
             shell("while ! grep -q end /tmp/report; do sleep 0.1; done; cat /tmp/report"),
-            shell(f"$bcow detach {device}; $bcow fsck --data /tmp/disks/disk.bcow"),
+            # The process that detaches does so at a signal to the other one.
+            shell(f"helper=$(pgrep -x bcow-detach); grep -E 'NoNewPrivs|Seccomp:|CapEff' "
+                  f"/proc/$helper/status; kill $(ps -o ppid= -p $helper); "
+                  f"while test -e /sys/block/{os.path.basename(device)}/pid; do sleep 0.1; done; "
+                  f"$bcow fsck --data /tmp/disks/disk.bcow > /dev/null"),
         ])
+        self.assertEqual(dict(line.split() for line in helper.splitlines()), {
+            "NoNewPrivs:": "1", "Seccomp:": "2", "CapEff:": f"{1 << 21:016x}"})
         self.assertEqual(read.split(), [str((4 << 20) // 2), "y"])
         service, = json.loads(services)["services"]
         results = {name: int(number) for name, number in map(str.split, report.splitlines())}

@@ -19,7 +19,7 @@ use bcow_nbd::netlink::{Connect, Driver};
 use bcow_nbd::proto::Framing;
 use bcow_nbd::{Exports, Server, ServerOptions};
 use bcow_sandbox::fork::{fork, keep_only};
-use bcow_sandbox::{Access, CapabilitySet, Sandbox};
+use bcow_sandbox::{Access, CapabilitySet, Sandbox, Service};
 use bcow_union::log;
 
 use super::serve::failure as nbd_failure;
@@ -155,9 +155,12 @@ impl Detaching {
     fn start(args: &Args) -> io::Result<Self> {
         let (own, theirs) = UnixStream::pair()?;
         let path = std::path::absolute(&args.device)?;
+        let when = args.sandbox.when();
         let serve = || {
             let kept = keep_only(&[theirs.as_raw_fd()], c"bcow-detach");
-            let _ = kept.and_then(|()| detach_on_request(&theirs, &path));
+            if kept.is_ok() && Sandbox::of_service(when, Service::Devices).is_ok() {
+                let _ = detach_on_request(&theirs, &path);
+            }
         };
         fork(serve).map(|_| Detaching(own))
     }

@@ -139,7 +139,8 @@ impl Driver {
     fn of_family(family: &[u8]) -> Result<Self, DriverError> {
         let socket = socket_with(
             AddressFamily::NETLINK,
-            SocketType::RAW,
+            // Netlink does not distinguish it from SOCK_RAW, which a sandbox refuses.
+            SocketType::DGRAM,
             SocketFlags::CLOEXEC,
             Some(netlink::GENERIC),
         )

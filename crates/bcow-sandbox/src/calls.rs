@@ -222,6 +222,10 @@ pub fn refuse_to_service(service: Service) -> Result<(), Error> {
     match service {
         Service::Mounts => refused.programs()?,
         Service::Programs => {}
+        Service::Devices => {
+            refused.programs()?;
+            refused.always(MOUNTS);
+        }
         Service::Connections => refused.always(MOUNTS),
     }
     // A thread can have a working directory of its own.
@@ -230,13 +234,13 @@ pub fn refuse_to_service(service: Service) -> Result<(), Error> {
     seccompiler::apply_filter(&refused.program()?)
 }
 
-/// Refuses sockets of all families but Unix, and the Internet unless the service is a pool, and
-/// those below TCP and UDP.
+/// Refuses sockets of all families but those that the service makes, and those below TCP and UDP.
 pub fn refuse_families(service: Service) -> Result<(), Error> {
     /// The type of a socket, without its flags.
     const TYPE: SeccompCmpOp = SeccompCmpOp::MaskedEq(0xf);
     let possible: &[_] = match service {
         Service::Mounts => &[libc::AF_UNIX],
+        Service::Devices => &[libc::AF_NETLINK],
         _ => &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6],
     };
     let families = possible.iter().map(|&family| {

@@ -96,6 +96,8 @@ pub enum Service {
     Mounts,
     /// It mounts, and starts programs, which are in its sandbox too.
     Programs,
+    /// It detaches a device, by netlink.
+    Devices,
     /// It makes connections, and starts the programs that have credentials for them, which are in
     /// its sandbox too.
     Connections,
@@ -206,6 +208,7 @@ impl Sandbox {
         let kept = match service {
             Service::Mounts => OF_SERVICES,
             Service::Programs => OF_SERVICES.union(OF_PROGRAMS),
+            Service::Devices => CapabilitySet::SYS_ADMIN,
             // The files with credentials may be those of another user.
             Service::Connections => CapabilitySet::DAC_READ_SEARCH,
         };
