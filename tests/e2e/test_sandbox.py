@@ -474,8 +474,11 @@ class Mount(Sandboxed):
     def test_an_upper_is_all_that_its_process_changes(self):
         need("setfattr")
         with self.mounted("--upper", "upper", allowed=[self.in_upper()], changes="all",
-                          capabilities=OF_UPPERS) as (where, _):
+                          capabilities=OF_UPPERS) as (where, pid):
             os.unlink(self.in_upper()[1:])
+            if os.geteuid() == 0:
+                [helper] = named("bcow-umount", children(pid))
+                self.assert_helper(helper, "bcow-umount")
             self.change(where)
             bcow("snapshot", "upper", "one")
             write_file(f"{where}/copy", b"changed")
