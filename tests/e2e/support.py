@@ -306,8 +306,12 @@ def reachable(directory):
 
 def children(pid):
     """The processes that a process has started."""
-    tasks = glob.glob(f"/proc/{pid}/task/*/children")
-    return " ".join(read_text(task) for task in tasks).split()
+    found = []
+    for task in glob.glob(f"/proc/{pid}/task/*/children"):
+        # A thread may have ended.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += read_text(task).split()
+    return found
 
 
 def is_mounted(where):

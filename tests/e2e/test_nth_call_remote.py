@@ -63,6 +63,18 @@ class Caches(Remote):
 
         self.fail_everywhere(["extract", self.url, "out"], check)
 
+    def test_what_another_process_fetches_is_right_or_an_error(self):
+        """In a sandbox. The calls of the process that makes the connections fail, too."""
+        def check(succeeded):
+            made = os.path.exists("new.bcow")
+            self.assertTrue(made or not succeeded)
+            if made:
+                self.assertTrue(bcow("cat", "new.bcow", "large").out == self.data)
+                os.unlink("new.bcow")
+            self.assert_good_cache(succeeded)
+
+        self.fail_everywhere(["convert", self.url, "new.bcow"], check)
+
     def test_a_cache_is_filled_as_far_as_possible(self):
         self.fail_everywhere(["cache", "warm", self.url], self.assert_good_cache)
 

@@ -15,8 +15,8 @@ import time
 
 import support
 from promises import promise
-from support import (UNPRIVILEGED, assert_refused, assert_same_tree, bcow, children, need,
-                     read_bytes, run, until, write_file)
+from support import (BCOW, UNPRIVILEGED, assert_refused, assert_same_tree, bcow, children, need,
+                     read_bytes, read_text, run, stop, until, write_file)
 from test_kernel_driver import KILLS, SECONDS, SEED
 from test_kernel_upper import KernelUpper
 from test_snapshots import SOME, killed_at, request, snapshots
@@ -576,6 +576,29 @@ class Live(Snapshots):
         for name, dump in expected.items():
             self.assert_sound(self.upper, name)
             self.assert_fork_shows(name, dump)
+
+    def test_a_snapshot_waits_for_the_next_process_of_a_pool(self):
+        """As for one that has mounted, and does not say yet that it serves the mount."""
+        pool = f"snap{self.tag}"
+        bcow("pool", "start", pool)
+        self.addCleanup(bcow, "pool", "stop", pool, "--force", check=False)
+        self.begin(None, None, "--pool", pool)
+        self.change()
+        where, shown = self.where, tree.dump(self.where)
+        pid = json.loads(bcow("pool", "stats", pool, "--json").out)["pid"]
+        supervisor = int(re.search(r"PPid:\s*(\d+)", read_text(f"/proc/{pid}/status"))[1])
+        stop(supervisor)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"), "the process is gone")
+            command = subprocess.Popen([BCOW, "snapshot", where, "one"])
+            # It has looked for the process by then.
+            with self.assertRaises(subprocess.TimeoutExpired):
+                command.wait(0.3)
+        finally:
+            os.kill(supervisor, signal.SIGCONT)
+        self.assertEqual(command.wait(SECONDS), 0)
+        assert_same_tree(self, shown, where)
 
     def test_a_pool_that_is_killed_during_a_snapshot_loses_nothing(self):
         pool = f"snap{self.tag}"

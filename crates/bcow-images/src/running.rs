@@ -14,10 +14,10 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use bcow::lock::held_locks;
-use bcow_mount::CLOSING;
+use bcow_mount::{CLOSING, HiddenName};
 use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, StatxFlags};
 use rustix::io::DupFlags;
 use serde::{Deserialize, Serialize};
@@ -31,6 +31,8 @@ pub const LOCK_IN_UPPER: &str = ".bcow/lock";
 const SCHEMA: &str = "bcow.services/1";
 /// Limit of the document in bytes: that of a pool has an entry for each mount.
 const MAX_BYTES: u64 = 16 << 20;
+/// How long a mount can have no process that serves it.
+const LONGEST_WAIT_FOR_A_PROCESS: Duration = Duration::from_secs(10);
 /// The name of the process that keeps the descriptors of a pool, which are many. It serves nothing.
 pub const SUPERVISOR: &CStr = c"bcow-supervisor";
 
@@ -319,8 +321,54 @@ pub fn service_with_control(path: &Path, is_trusted: impl Fn(u32) -> bool) -> Op
 }
 
 /// The mount at `path`, whose links are resolved, and the number of its process, if that is of this
-/// user or of root: any process can claim to have a mount.
+/// user or of root: any process can claim to have a mount. A mount is visible a moment before its
+/// process says that it serves it, and so is a mount of a pool that gets its next process.
 pub fn mount_at(path: &Path) -> Option<(u32, Service)> {
+    let last_look = Instant::now() + LONGEST_WAIT_FOR_A_PROCESS;
+    loop {
+        let found = find_mount(path);
+        if found.is_some() || Instant::now() > last_look || !is_mount_of_bcow(path) {
+            return found;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Whether a file system of bcow is mounted at `path`, with or without a process.
+fn is_mount_of_bcow(path: &Path) -> bool {
+    let device = |path: &Path| std::fs::metadata(path).map(|found| found.dev());
+    let (Ok(number), Ok(mounts)) = (
+        device(path),
+        std::fs::read_to_string("/proc/self/mountinfo"),
+    ) else {
+        return false;
+    };
+    let is_below = |parent: &Path| device(parent).is_ok_and(|other| other != number);
+    if !path.parent().is_some_and(is_below) {
+        return false;
+    }
+    let number = format!(
+        "{}:{}",
+        rustix::fs::major(number),
+        rustix::fs::minor(number)
+    );
+    mounts.lines().any(|mount| {
+        let behind = mount.split_once(" - ").map(|(_, behind)| behind);
+        let mut behind = behind.unwrap_or_default().split(' ');
+        let (kind, source) = (behind.next(), behind.next().unwrap_or_default());
+        mount.split(' ').nth(2) == Some(&number)
+            && (kind == Some("fuse.bcow") || is_loop_device_of_bcow(source))
+    })
+}
+
+/// Whether a loop device has a file of a hidden FUSE mount.
+fn is_loop_device_of_bcow(device: &str) -> bool {
+    let name = device.strip_prefix("/dev/").unwrap_or_default();
+    let file = std::fs::read_to_string(format!("/sys/block/{name}/loop/backing_file"));
+    file.is_ok_and(|file| HiddenName::parse(file.trim_end()).is_some())
+}
+
+fn find_mount(path: &Path) -> Option<(u32, Service)> {
     let own = rustix::process::geteuid().as_raw();
     let servers = servers().into_iter();
     let trusted =
