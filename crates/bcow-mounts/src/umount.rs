@@ -1,5 +1,6 @@
 //! The end of a mount, as its user asks for it: unmounts, and waits until all data is stored.
 
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,7 +10,9 @@ use bcow_fuse::{Driver, Ended, Ending, MountError, MountedImage, WhenBusy};
 use bcow_images::error::CommandError;
 use bcow_images::names::printable;
 use bcow_images::running::{self, ProcessState, Server};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::ask::{self, Answer};
 use crate::error::failure;
@@ -394,16 +397,40 @@ fn wait_for_mount(
 /// Waits a limited time for the end of a process that has no data to store. The process may
 /// continue, for a mount at another place.
 fn wait_briefly(process: &Process) {
-    let start = Instant::now();
+    let (start, watched) = (Instant::now(), Watched::new(process.pid));
     while process.is_running() && start.elapsed() < NOTICES_WITHIN {
-        std::thread::sleep(PAUSE);
+        watched.pause();
+    }
+}
+
+/// A process whose end is waited for.
+struct Watched(Option<OwnedFd>);
+
+impl Watched {
+    /// Whether the process is the expected one must be asked afterwards.
+    fn new(pid: u32) -> Self {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        Watched(pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()))
+    }
+
+    /// Pauses until the process has ended, or for [`PAUSE`].
+    fn pause(&self) {
+        let timeout = Timespec::try_from(PAUSE).ok();
+        let polled = self.0.as_ref().map(|process| {
+            let mut events = [PollFd::new(process, PollFlags::IN)];
+            rustix::event::poll(&mut events, timeout.as_ref())
+        });
+        // Linux 5.3 and later have such a descriptor.
+        if !matches!(polled, Some(Ok(_))) {
+            std::thread::sleep(PAUSE);
+        }
     }
 }
 
 /// Waits until a process has ended its mount, or has ended. A process that is not visible counts as
 /// ended.
 fn wait_for(pid: u32, has_ended: impl Fn() -> bool) -> Waited {
-    let start = Instant::now();
+    let (start, watched) = (Instant::now(), Watched::new(pid));
     while !has_ended() {
         if start.elapsed() > NOTICES_WITHIN {
             if running::state(pid) == Some(ProcessState::Stopped) {
@@ -413,7 +440,7 @@ fn wait_for(pid: u32, has_ended: impl Fn() -> bool) -> Waited {
                 return Waited::Continues;
             }
         }
-        std::thread::sleep(PAUSE);
+        watched.pause();
     }
     Waited::Ended
 }
