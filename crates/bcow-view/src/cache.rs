@@ -14,7 +14,6 @@ use std::sync::Arc;
 use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
 use bcow::format::{BackingEntry, BackingName, hex};
 use bcow::{Image, NewFile, NewFileError, OneBacking, OpenOptions, RestoredFile, Storage};
-use rustix::fs::Mode;
 
 use crate::entries::{Removal, Remove, ViewEntry};
 use crate::file::{self, LAYOUT};
@@ -219,15 +218,8 @@ impl ViewCache {
             path: path.clone(),
             source,
         };
-        let new = NewFile::create(&within).map_err(failed)?;
+        let new = NewFile::create_private(&within).map_err(failed)?;
         let io = |source: io::Error| failed(NewFileError::Write(source));
-        // The umask may allow more, and a process in a sandbox cannot change that.
-        let private = rustix::fs::fchmod(new.file(), Mode::from_raw_mode(0o600));
-        if let Err(error) = private
-            && !is_safe(&new.file().metadata().map_err(io)?)
-        {
-            return Err(io(error.into()));
-        }
         let storage = Arc::new(new.file().try_clone().map_err(io)?);
         file::write(storage, image, bytes)?;
         entries::record_checksum(new.file());

@@ -18,6 +18,8 @@ use crate::attributes;
 const MAX_BASE_BYTES: usize = 100;
 /// Temporary names that are tried. Killed processes may have left files with some of them.
 const MAX_ATTEMPTS: usize = 100_000;
+/// The mode of a new file, from which the system takes the bits of the umask.
+const FOR_UMASK: Mode = Mode::from_raw_mode(0o666);
 
 /// A file in the directory of its destination that has no name yet. If the process ends before
 /// [`NewFile::complete`], nothing remains. On a file system without unnamed files (O_TMPFILE) the
@@ -80,12 +82,19 @@ impl NewFile {
     /// Starts a file that becomes `destination`, and replaces an existing file of that name.
     pub fn create(destination: &Path) -> Result<Self, NewFileError> {
         let destination = resolve(destination)?;
-        NewFile::start(parent_of(&destination), destination.clone())
+        NewFile::start(parent_of(&destination), destination.clone(), FOR_UMASK)
+    }
+
+    /// The same; only the owner can read and write the file.
+    pub fn create_private(destination: &Path) -> Result<Self, NewFileError> {
+        let destination = resolve(destination)?;
+        let mode = Mode::RUSR | Mode::WUSR;
+        NewFile::start(parent_of(&destination), destination.clone(), mode)
     }
 
     /// Starts a file in `directory`. [`NewFile::name_as`] gives it its name.
     pub fn unnamed(directory: &Path) -> Result<Self, NewFileError> {
-        NewFile::start(directory, PathBuf::new())
+        NewFile::start(directory, PathBuf::new(), FOR_UMASK)
     }
 
     /// Opens the file that an interrupted writer of `destination` left, or creates one that stays
@@ -116,17 +125,16 @@ impl NewFile {
                 replaces: true,
                 stays: true,
             }),
-            None => NewFile::start(directory, destination),
+            None => NewFile::start(directory, destination, FOR_UMASK),
         }
     }
 
-    fn start(directory: &Path, destination: PathBuf) -> Result<Self, NewFileError> {
-        let (file, temporary) = match open_unnamed(directory) {
+    fn start(directory: &Path, destination: PathBuf, mode: Mode) -> Result<Self, NewFileError> {
+        let (file, temporary) = match open_unnamed(directory, mode) {
             Ok(file) => (file, None),
             // EISDIR and EINVAL come from kernels and file systems that do not know O_TMPFILE.
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
                 let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-                let mode = Mode::from_raw_mode(0o666);
                 let open = |name: &Path| rustix::fs::open(name, flags, mode);
                 let opened = with_temporary_name(directory, open);
                 let (file, name) = opened.map_err(NewFileError::Create)?;
@@ -270,9 +278,9 @@ fn resolve(destination: &Path) -> Result<PathBuf, NewFileError> {
     }
 }
 
-fn open_unnamed(directory: &Path) -> Result<OwnedFd, Errno> {
+fn open_unnamed(directory: &Path, mode: Mode) -> Result<OwnedFd, Errno> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    let file = rustix::fs::open(directory, flags, Mode::from_raw_mode(0o666))?;
+    let file = rustix::fs::open(directory, flags, mode)?;
     // Without /proc, the file can never get a name.
     match std::fs::symlink_metadata(link_path(&file)) {
         Ok(_) => Ok(file),
@@ -299,7 +307,7 @@ fn own_partial(name: &Path) -> io::Result<Option<File>> {
     // A pipe of this name must not make the open block.
     let flags =
         OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = match rustix::fs::open(name, flags, Mode::from_raw_mode(0o666)) {
+    let file = match rustix::fs::open(name, flags, FOR_UMASK) {
         Ok(file) => File::from(file),
         Err(Errno::LOOP | Errno::ACCESS | Errno::ISDIR) => return Ok(None),
         Err(error) => return Err(error.into()),
