@@ -314,6 +314,20 @@ def children(pid):
     return found
 
 
+def mounter_of(pid):
+    """The process that mounts and unmounts for that of a mount: a copy of the same command."""
+    command = read_text(f"/proc/{pid}/cmdline")
+    mounters = []
+    for path in glob.glob("/proc/[0-9]*"):
+        # A process may have ended.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (read_text(f"{path}/comm") == "bcow-mounter\n"
+                    and read_text(f"{path}/cmdline") == command):
+                mounters.append(os.path.basename(path))
+    [mounter] = mounters
+    return mounter
+
+
 def is_mounted(where):
     """Reads the kernel's table: even root cannot stat another user's FUSE mount."""
     with open("/proc/self/mountinfo", "rb") as table:

@@ -19,8 +19,8 @@ import unittest
 
 import uml
 from support import (BCOW, TOP, UNPRIVILEGED, WORK, bcow, children, drop_caches, for_everyone,
-                     is_mounted, named, need, need_kernel, read_bytes, read_text, run, served,
-                     until, write_file)
+                     is_mounted, mounter_of, named, need, need_kernel, read_bytes, read_text, run,
+                     served, until, write_file)
 from test_remote import Server, metrics
 
 ESCAPE = os.path.join(TOP, "tests", "e2e", "preload", "escape.c")
@@ -223,8 +223,7 @@ class Commands(Sandboxed):
                         env={"BCOW_VIEWS": views})
             self.assertNotIn(b"warning", done.err)
             view, = os.listdir(views)
-            others = 0o077 if command == "map" else 0o022
-            self.assertEqual(os.stat(f"{views}/{view}").st_mode & others, 0)
+            self.assertEqual(os.stat(f"{views}/{view}").st_mode & 0o777, 0o600)
             os.unlink(f"{views}/{view}")
 
     def test_a_limit_of_core_dumps_that_cannot_be_raised_is_kept(self):
@@ -371,9 +370,8 @@ class Mount(Sandboxed):
                 run("umount", "-l", where)
         until(lambda: not os.path.exists(f"/proc/{stats['process']['pid']}"), "the process ends")
 
-    def assert_helper(self, pid, name):
+    def assert_helper(self, pid):
         """A process of root that does for another one what that cannot."""
-        self.assertEqual(read_text(f"/proc/{pid}/comm"), f"{name}\n")
         kept = mask(CAPABILITIES + OF_PROGRAMS)
         self.assert_status(pid, CapEff=kept, CapPrm=kept, CapBnd=kept)
 
@@ -402,6 +400,31 @@ class Mount(Sandboxed):
     def test_a_signal_unmounts(self):
         with self.mounted() as (where, pid):
             self.end_by_signal(where, pid)
+
+    def test_a_signal_to_all_its_processes_unmounts(self):
+        """As a service manager sends it, or a terminal."""
+        for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            with self.mounted() as (where, pid):
+                mounter = mounter_of(pid)
+                os.kill(int(mounter), sent)
+                self.end_by_signal(where, pid)
+                until(lambda other=mounter: not os.path.exists(f"/proc/{other}"),
+                      "its other process ends too")
+
+    def test_a_mount_in_the_foreground_is_in_it(self):
+        where = os.path.abspath("mnt")
+        process = subprocess.Popen([BCOW, "mount", self.image, where, "--foreground", "--sandbox",
+                                    "require"], start_new_session=True, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: is_mounted(where) and bcow("stats", where, check=False).code == 0,
+                  "the mount")
+            self.assertEqual(json.loads(bcow("stats", "--json", where).out)["sandbox"], PARTS)
+            mounter = mounter_of(process.pid)
+        finally:
+            os.killpg(process.pid, signal.SIGINT)
+            self.assertEqual(process.wait(60), 0)
+        self.assertFalse(is_mounted(where))
+        until(lambda: not os.path.exists(f"/proc/{mounter}"), "its other process ends too")
 
     def test_a_signal_detaches_a_mount_in_use(self):
         with self.mounted() as (where, pid), open(f"{where}/file", "rb") as file:
@@ -477,8 +500,7 @@ class Mount(Sandboxed):
                           capabilities=OF_UPPERS) as (where, pid):
             os.unlink(self.in_upper()[1:])
             if os.geteuid() == 0:
-                [helper] = named("bcow-umount", children(pid))
-                self.assert_helper(helper, "bcow-umount")
+                self.assert_helper(mounter_of(pid))
             self.change(where)
             bcow("snapshot", "upper", "one")
             write_file(f"{where}/copy", b"changed")
@@ -599,8 +621,7 @@ class Mount(Sandboxed):
                           refused=[f"w{os.path.abspath('upper/beside')}"], changes="open",
                           capabilities=OF_DISKS) as (where, pid):
             os.unlink(self.in_upper()[1:])
-            [mounter] = run("pgrep", "-P", str(pid)).out.split()
-            self.assert_helper(mounter.decode(), "bcow-mounter")
+            self.assert_helper(mounter_of(pid))
             self.change(where)
             bcow("snapshot", "upper", "one")
             bcow("fork", f"{where}@one", "further")

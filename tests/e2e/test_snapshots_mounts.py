@@ -517,8 +517,7 @@ class Live(Snapshots):
     def test_a_file_system_whose_freezer_is_killed_does_not_stay_frozen(self):
         self.begin()
         [pid] = set(self.processes())
-        mounter = next(child for child in children(pid)
-                       if support.read_text(f"/proc/{child}/comm") == "bcow-mounter\n")
+        mounter = support.mounter_of(pid)
         # When it is about to freeze, has frozen it and not said so, and is about to thaw it. The
         # tracer holds it there.
         for number, (call, hold, when) in enumerate((("read", "enter", 1), ("ioctl", "exit", 1),

@@ -101,7 +101,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         match daemon::started_by_launch() {
             Some(readiness) => Some(readiness),
             None => {
-                return match in_background()? {
+                return match in_background(None)? {
                     exit::DONE => Ok(()),
                     // The background process has reported the cause.
                     code => std::process::exit(code.into()),
@@ -115,7 +115,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     device.refuse_attached()?;
     let detaching = Detaching::start(args).context(|| "cannot start a process")?;
     let driver = Driver::open().map_err(|error| driver_failure(&error))?;
-    let sandbox = args.sandbox.begin([&args.image], &args.stores)?;
+    let sandbox = args
+        .sandbox
+        .begin_with_sockets([&args.image], &args.stores)?;
     let mut served = Served::default();
     let opening = DeviceOptions {
         stores: &args.stores,

@@ -264,7 +264,8 @@ fn enter_sandbox(args: &Args, source: &Name, destination: &Name) -> Result<(), C
         // It can have attributes that only root reads.
         return without("the source is a directory");
     }
-    let mut sandbox = args.sandbox.begin([source, destination], &args.stores)?;
+    let images = [source, destination];
+    let mut sandbox = args.sandbox.begin_to_open_later(images, &args.stores)?;
     let mut paths = vec![
         (PathBuf::from("/"), Access::Read),
         (directory_of(path), Access::Write),

@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let readiness = daemon::started_by_launch();
     if !foreground && readiness.is_none() {
-        match daemon::launch()? {
+        match daemon::launch(None)? {
             Launch::Ready => return Ok(()),
             Launch::Failed(code) => std::process::exit(code.into()),
         }

@@ -74,7 +74,7 @@ impl Callers {
         let _ = OTHER.set(self.clone());
     }
 
-    fn ask(&self, pid: u32) -> io::Result<Option<Caller>> {
+    pub(crate) fn ask(&self, pid: u32) -> io::Result<Option<Caller>> {
         let mut socket = self.0.lock();
         socket.write_all(&pid.to_le_bytes())?;
         let length = read_number(&mut *socket)?;

@@ -13,8 +13,11 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
 
 use rustix::fs::{FileType, Mode, OFlags};
+use rustix::net::SocketType;
+use rustix::net::sockopt::socket_type;
 
 use crate::error::MountError;
+use crate::packets;
 use bcow_union::log;
 
 /// Environment variable of the process that becomes the daemon. Its standard output is the pipe to
@@ -34,10 +37,19 @@ pub enum Launch {
 }
 
 /// Starts this command again, with the same arguments, as a daemon, and waits until it calls
-/// [`Readiness::announce`] or ends.
-pub fn launch() -> Result<Launch, MountError> {
+/// [`Readiness::announce`] or ends. `start_mounter` starts the process at the other end of
+/// [`Readiness::mounter`], while the daemon begins.
+pub fn launch(start_mounter: Option<&dyn Fn(OwnedFd)>) -> Result<Launch, MountError> {
     let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
         .map_err(MountError::process("create a pipe"))?;
+    let start_mounter = start_mounter
+        .map(|start| packets::pair().map(|sockets| (start, sockets)))
+        .transpose()
+        .map_err(MountError::process("create a socket"))?;
+    let (stdin, start_mounter) = match start_mounter {
+        Some((start, (own, of_mounter))) => (own.into(), Some(move || start(of_mounter))),
+        None => (Stdio::null(), None),
+    };
     keep_descriptors_from_children();
     let mut arguments = std::env::args_os();
     let mut command = Command::new("/proc/self/exe");
@@ -47,13 +59,16 @@ pub fn launch() -> Result<Launch, MountError> {
     let mut child = command
         .args(arguments)
         .env(MARK, "1")
-        .stdin(Stdio::null())
+        .stdin(stdin)
         .stdout(writer)
         .spawn()
         .map_err(MountError::process("start the background process"))?;
     // The command holds the write end of the pipe. Drop it: the read below lasts until all write
     // ends are closed.
     drop(command);
+    if let Some(start_mounter) = start_mounter {
+        start_mounter();
+    }
     let mut received = Vec::new();
     let reader = File::from(reader);
     let read = reader.take(READY.len() as u64).read_to_end(&mut received);
@@ -81,6 +96,8 @@ pub fn launch() -> Result<Launch, MountError> {
 #[derive(Debug)]
 pub struct Readiness {
     pipe: OwnedFd,
+    /// The socket of a mounter that the waiting command has started.
+    pub mounter: Option<OwnedFd>,
 }
 
 /// Returns `Some` if [`launch`] started this process. Starts a new session (`setsid`), so that a
@@ -97,10 +114,23 @@ pub fn started_by_launch() -> Option<Readiness> {
         return None;
     }
     let pipe = stdout.as_fd().try_clone_to_owned().ok()?;
+    let mounter = take_socket();
     let _ = rustix::process::setsid();
     // The process runs `/proc/self/exe`; without a name of its own, process lists show `exe`.
     let _ = rustix::thread::set_name(c"bcow");
-    Some(Readiness { pipe })
+    Some(Readiness { pipe, mounter })
+}
+
+/// The socket for packets that is standard input, which becomes /dev/null.
+fn take_socket() -> Option<OwnedFd> {
+    let stdin = std::io::stdin();
+    if socket_type(&stdin) != Ok(SocketType::SEQPACKET) {
+        return None;
+    }
+    let socket = stdin.as_fd().try_clone_to_owned().ok()?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
+    rustix::stdio::dup2_stdin(null.ok()?).ok()?;
+    Some(socket)
 }
 
 impl Readiness {

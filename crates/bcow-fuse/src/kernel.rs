@@ -13,8 +13,7 @@
 //! device, because nothing has it open any more; and closes the file. This process sees the close,
 //! ends its service, and makes the disk durable.
 
-mod mounter;
-mod place;
+mod handover;
 mod service;
 
 use std::fs::File;
@@ -40,6 +39,7 @@ use crate::error::MountError;
 use crate::growth;
 use crate::idle;
 use crate::mount::usable_mountpoint;
+use crate::mounter::{self, Mounter, Wanted};
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
 use crate::process::show_closing;
@@ -47,11 +47,10 @@ use crate::session::{Closer, Unmounter};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
 use crate::unmount::Unmounted;
-use mounter::Wanted;
 use service::Service;
 
-pub use mounter::Mounter;
-pub use place::{DiskHandover, LoopMount};
+pub use crate::loop_mount::LoopMount;
+pub use handover::DiskHandover;
 
 pub use crate::disk::{Barriers, Device, DiskFiles, DiskMount};
 pub use bcow_mount::filesystem::Kind;

@@ -20,10 +20,10 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use crate::error::MountError;
 use crate::fusermount::HELPER;
 use crate::helper::{self, helper_message};
+use crate::mounter::Mounter;
 use crate::mountinfo::{self, Driver, FS_TYPE, MountEntry};
 use crate::options::{Access, MountOptions, Permissions};
 use crate::unmount::{Unmounted, WhenBusy, unmount, unmount_places};
-use crate::unmount_process::UnmountProcess;
 
 /// A mount that this process made or took over. Dropping it unmounts; if the mount is in use, it
 /// unmounts lazily.
@@ -34,7 +34,7 @@ pub(crate) struct Mount {
     device: Option<String>,
     connection: OwnedFd,
     /// For a process in a sandbox.
-    unmounting: Option<UnmountProcess>,
+    mounter: Option<Mounter>,
 }
 
 /// Mounts at `target`. Returns the mount and the `/dev/fuse` descriptor that serves it.
@@ -59,7 +59,7 @@ pub(crate) fn mount(target: &Path, options: &MountOptions) -> Result<(Mount, Own
         target,
         device,
         connection,
-        unmounting: None,
+        mounter: None,
     };
     let for_session = mount
         .connection
@@ -220,15 +220,20 @@ impl Mount {
             target,
             device,
             connection,
-            unmounting: None,
+            mounter: None,
         }
     }
 
-    /// Leaves the unmount to another process from now on.
-    pub(crate) fn unmount_by(&mut self, process: UnmountProcess) -> io::Result<()> {
-        let device = self.device.as_deref();
-        process.set_device(device.ok_or(Errno::NODEV)?)?;
-        self.unmounting = Some(process);
+    /// Leaves the unmount to a mounter from now on, and questions about callers if there are some.
+    pub(crate) fn unmount_by(
+        &mut self,
+        mounter: Mounter,
+        asks_for_callers: bool,
+    ) -> Result<(), MountError> {
+        let no_device = || MountError::process("find the mount")(Errno::NODEV);
+        let device = self.device.as_deref().ok_or_else(no_device)?;
+        mounter.serve(device, asks_for_callers)?;
+        self.mounter = Some(mounter);
         Ok(())
     }
 
@@ -254,9 +259,17 @@ impl Mount {
         }
         // A user may have unmounted it lazily, covered it with another mount, moved it, or bound it
         // to other directories.
-        match &self.unmounting {
-            Some(process) => process.unmount(),
+        match &self.mounter {
+            Some(mounter) => mounter.unmount(),
             None => unmount_places(self.device.as_deref()),
+        }
+    }
+
+    /// Lets the mounter end if the mount is gone: beside what this process still does, and not
+    /// when it ends.
+    pub(crate) fn let_mounter_end(&mut self) {
+        if !self.is_connected() {
+            self.mounter = None;
         }
     }
 

@@ -19,6 +19,7 @@ use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::idle;
 use crate::mount::{self, Mount};
+use crate::mounter::Mounter;
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
 use crate::request_threads::RequestThreads;
@@ -26,7 +27,6 @@ use crate::shared::SharedImage;
 use crate::signals::Signals;
 use crate::stats::MountStats;
 use crate::takeover::{self, Handover, duplicate};
-use crate::unmount_process::UnmountProcess;
 
 pub use crate::process::{abort_on_panic, show_closing};
 pub use crate::unmount::Unmounted;
@@ -252,9 +252,11 @@ impl Session {
         (mount.target().to_owned(), mount.device().map(str::to_owned))
     }
 
-    /// Leaves the unmount to another process from now on.
-    pub fn unmount_by(&self, process: UnmountProcess) -> io::Result<()> {
-        self.mount.lock().unmount_by(process)
+    /// Leaves the unmount to a mounter from now on, and with an upper also the look at the
+    /// processes that use the mount.
+    pub fn unmount_by(&self, mounter: Mounter) -> Result<(), MountError> {
+        let has_upper = self.union.is_some();
+        self.mount.lock().unmount_by(mounter, has_upper)
     }
 
     /// A handle that unmounts while the session is being served.
@@ -317,6 +319,7 @@ impl Session {
         idle::watch(&self.stats);
         drop(self.stats);
         let served = (self.fuse)().map_err(MountError::Session);
+        self.mount.lock().let_mounter_end();
         let Some(union) = self.union else {
             let_go();
             return served;

@@ -4,12 +4,15 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
-use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, When, WhenArgs};
+use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, Sockets, When, WhenArgs};
 
 use crate::disks::is_disk;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
 use crate::{Name, views};
+
+/// A view that opening an image makes gets attributes.
+const OF_NEW_VIEWS: Attributes = Attributes::OfOpenFiles;
 
 /// The option of commands with a sandbox.
 #[derive(Debug, Default, clap::Args)]
@@ -19,16 +22,46 @@ pub struct SandboxArgs {
 }
 
 impl SandboxArgs {
-    /// Begins the sandbox of a process that opens these images. The process has one thread.
+    /// Begins the sandbox of a process that opens these images before it has the whole sandbox, and
+    /// makes no socket. The process has one thread.
     pub fn begin<'n>(
         &self,
         images: impl IntoIterator<Item = &'n Name>,
         stores: &StoreArgs,
     ) -> Result<Sandbox, CommandError> {
+        self.begin_for(images, stores, OF_NEW_VIEWS, Sockets::OfOpenOnes)
+    }
+
+    /// The same for a process that makes sockets until it has its whole sandbox.
+    pub fn begin_with_sockets<'n>(
+        &self,
+        images: impl IntoIterator<Item = &'n Name>,
+        stores: &StoreArgs,
+    ) -> Result<Sandbox, CommandError> {
+        self.begin_for(images, stores, OF_NEW_VIEWS, Sockets::UntilTheEnd)
+    }
+
+    /// The same for a process that opens these images when it has its whole sandbox.
+    pub fn begin_to_open_later<'n>(
+        &self,
+        images: impl IntoIterator<Item = &'n Name>,
+        stores: &StoreArgs,
+    ) -> Result<Sandbox, CommandError> {
+        self.begin_for(images, stores, Attributes::Refused, Sockets::OfOpenOnes)
+    }
+
+    fn begin_for<'n>(
+        &self,
+        images: impl IntoIterator<Item = &'n Name>,
+        stores: &StoreArgs,
+        attributes: Attributes,
+        sockets: Sockets,
+    ) -> Result<Sandbox, CommandError> {
         if !self.prepare(images, stores)? {
             return Ok(Sandbox::off());
         }
-        self.begin_changing(stores.remote.rights().attributes)
+        let attributes = stores.remote.rights().attributes.max(attributes);
+        self.begin_changing(attributes, sockets)
     }
 
     /// Starts the process that makes connections for one that opens these images, if they may need
@@ -48,8 +81,12 @@ impl SandboxArgs {
     }
 
     /// Begins the sandbox of a process that needs no network, and changes these attributes.
-    pub fn begin_changing(&self, attributes: Attributes) -> Result<Sandbox, CommandError> {
-        Sandbox::begin(self.when.sandbox, attributes).context(cannot)
+    pub fn begin_changing(
+        &self,
+        attributes: Attributes,
+        sockets: Sockets,
+    ) -> Result<Sandbox, CommandError> {
+        Sandbox::begin(self.when.sandbox, attributes, sockets).context(cannot)
     }
 
     /// The process gets no sandbox, which is an error if the user requires one.

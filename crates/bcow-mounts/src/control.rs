@@ -56,11 +56,14 @@ pub trait Live: Send + Sync {
 
 /// What takes requests in this process. The lock is not held during a request.
 static LIVE: Mutex<Registry> = Mutex::new(Registry {
+    prepared: None,
     socket: None,
     live: Vec::new(),
 });
 
 struct Registry {
+    /// A socket on which the process does not listen yet, and its name.
+    prepared: Option<(UnixListener, String)>,
     /// The name of the socket, if the process listens.
     socket: Option<String>,
     live: Vec<Arc<dyn Live>>,
@@ -76,24 +79,43 @@ pub fn register(live: Arc<dyn Live>, command: &str) -> Option<String> {
     let mut registry = registry();
     registry.live.retain(|live| live.is_open());
     if registry.socket.is_none() {
-        let listening = listen(command);
-        let listening = listening.inspect_err(|error| {
-            log::log(Severity::Warning, &error.in_one_line());
-        });
-        registry.socket = Some(listening.ok()?);
+        let prepared = registry.prepared.take().map_or_else(|| bind(command), Ok);
+        let listening = prepared.and_then(|(listener, name)| listen(listener).map(|()| name));
+        registry.socket = Some(or_warn(listening)?);
     }
     registry.live.push(live);
     registry.socket.clone()
 }
 
-/// Answers requests in a thread, as long as the process runs. Returns the name of the socket.
-fn listen(command: &str) -> Result<String, CommandError> {
-    let cannot = || "cannot listen for requests of other commands";
+/// Makes the socket now, because the process can make none later.
+fn prepare(command: &str) {
+    let mut registry = registry();
+    if registry.socket.is_none() {
+        registry.prepared = or_warn(bind(command));
+    }
+}
+
+fn or_warn<T>(result: Result<T, CommandError>) -> Option<T> {
+    let result = result.inspect_err(|error| log::log(Severity::Warning, &error.in_one_line()));
+    result.ok()
+}
+
+fn cannot_listen() -> &'static str {
+    "cannot listen for requests of other commands"
+}
+
+/// A new socket, and its name.
+fn bind(command: &str) -> Result<(UnixListener, String), CommandError> {
     // Processes of several process namespaces can have one number.
     let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
     let name = format!("bcow-{command}-{}-{}", std::process::id(), since.as_nanos());
-    let address = SocketAddr::from_abstract_name(&name).context(cannot)?;
-    let listener = UnixListener::bind_addr(&address).context(cannot)?;
+    let address = SocketAddr::from_abstract_name(&name).context(cannot_listen)?;
+    let listener = UnixListener::bind_addr(&address).context(cannot_listen)?;
+    Ok((listener, name))
+}
+
+/// Answers requests in a thread, as long as the process runs.
+fn listen(listener: UnixListener) -> Result<(), CommandError> {
     let threads = || std::thread::Builder::new().name("requests".into());
     threads()
         .spawn(move || {
@@ -112,8 +134,8 @@ fn listen(command: &str) -> Result<String, CommandError> {
                 }
             }
         })
-        .context(cannot)?;
-    Ok(name)
+        .map(drop)
+        .context(cannot_listen)
 }
 
 fn answer(stream: &UnixStream) {
@@ -383,6 +405,14 @@ impl Live for FuseMount {
 }
 
 impl Mounted {
+    /// Makes the socket for requests to a mount with the FUSE driver. The process may be unable to
+    /// make one when it takes them.
+    pub fn prepare_requests(&self) {
+        if let (AnySession::Fuse(_), Some(_)) = (&self.session, &self.service.upper) {
+            prepare("mount");
+        }
+    }
+
     /// Takes requests of other commands from now on. `is_replaced` gets what another process needs
     /// to continue with a disk, whenever that changes.
     pub fn take_requests(&mut self, is_replaced: impl Fn(&DiskFiles) + Send + Sync + 'static) {

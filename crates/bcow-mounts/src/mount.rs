@@ -13,12 +13,14 @@ mod sandbox;
 mod share;
 mod upper;
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::BlockCache;
 use bcow_fuse::daemon::{self, Launch, Readiness};
-use bcow_fuse::kernel::{DiskMount, Mounter};
+use bcow_fuse::kernel::DiskMount;
+use bcow_fuse::mounter::Mounter;
 use bcow_fuse::options::{Access, Writing};
 use bcow_fuse::session::show_closing;
 use bcow_fuse::signals::{Ground, Signals};
@@ -48,11 +50,13 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     if args.fake {
         return Ok(exit::DONE);
     }
-    let readiness = if args.foreground { None } else { daemon::started_by_launch() };
+    let mut readiness = if args.foreground { None } else { daemon::started_by_launch() };
     if !args.foreground && readiness.is_none() {
         return match bind_or_check(args, &options, ui)? {
             Attempt::Done => Ok(exit::DONE),
-            Attempt::Free(_turn) => in_background(),
+            Attempt::Free(_turn) => {
+                in_background(sandbox::mounter_of_daemon(args, &way, &options).as_deref())
+            }
         };
     }
     if args.foreground {
@@ -67,7 +71,8 @@ pub fn run(args: &MountArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     if let Some(cpus) = &args.cpus {
         cpus.confine()?;
     }
-    let mut prepared = sandbox::prepare(args, &way, &options)?;
+    let mounter = readiness.as_mut().and_then(|daemon| daemon.mounter.take());
+    let mut prepared = sandbox::prepare(args, &way, &options, mounter)?;
     let metrics = args.metrics.as_deref().map(metrics::listen).transpose()?;
     if let Some(path) = &args.log_file {
         log_to(path)?;
@@ -315,9 +320,10 @@ fn announce(
 }
 
 /// Starts this program again as a background process, and waits until that is ready. Returns its
-/// exit status if it has failed; it has printed the reason.
-pub fn in_background() -> Result<u8, CommandError> {
-    match daemon::launch().map_err(|error| failure(&error))? {
+/// exit status if it has failed; it has printed the reason. `start_mounter`: see
+/// [`daemon::launch`].
+pub fn in_background(start_mounter: Option<&dyn Fn(OwnedFd)>) -> Result<u8, CommandError> {
+    match daemon::launch(start_mounter).map_err(|error| failure(&error))? {
         Launch::Ready => Ok(exit::DONE),
         Launch::Failed(code) => Ok(code),
     }

@@ -14,7 +14,7 @@ use bcow_fuse::shared::Workers;
 use bcow_fuse::starter;
 use bcow_images::running;
 use bcow_mount::HiddenMount;
-use bcow_sandbox::{Attributes, CapabilitySet, Sandbox, SandboxError, When};
+use bcow_sandbox::{Attributes, CapabilitySet, Sandbox, SandboxError, Sockets, When};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -151,9 +151,9 @@ pub fn run(link: &Link, sandbox: When) {
 
 /// Gives up everything: to open a file as a backing, a path below a descriptor is enough.
 fn confine(when: When) -> Result<(), SandboxError> {
-    let mut sandbox = Sandbox::begin(when, Attributes::Refused)?;
+    let mut sandbox = Sandbox::begin(when, Attributes::Refused, Sockets::Messages)?;
     sandbox.confine(&[], CapabilitySet::empty())?;
-    sandbox.finish_but_messages(Attributes::Refused)
+    sandbox.finish(Attributes::Refused)
 }
 
 /// Opens files until the process of the pool has ended. An image whose files wait for a server does

@@ -72,7 +72,7 @@ pub fn run(args: &StartArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
     } else {
         match daemon::started_by_launch() {
             Some(readiness) => Some(readiness),
-            None => return in_background(),
+            None => return in_background(None),
         }
     };
     // The process of the pool has printed or logged the reason of a failure.

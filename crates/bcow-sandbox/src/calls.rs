@@ -1,15 +1,18 @@
 //! The system calls that a process cannot make (seccomp(2)). They fail with EPERM, and the process
 //! continues.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod program;
+
+use std::collections::BTreeMap;
 
 use libc::c_long;
 use seccompiler::{
     BackendError, BpfProgram, Error, SeccompAction, SeccompCmpArgLen, SeccompCmpOp,
-    SeccompCondition, SeccompFilter, SeccompRule, sock_filter,
+    SeccompCondition, SeccompFilter, SeccompRule,
 };
 
-use crate::{Attributes, Service};
+use crate::{Attributes, Service, Sockets};
+use program::Decision;
 
 /// Calls that change other processes or the machine, or reach much code of the kernel.
 const DANGEROUS: &[c_long] = &[
@@ -153,9 +156,10 @@ const REMOVEXATTRAT: c_long = 466;
 const OPEN_TREE_ATTR: c_long = 467;
 const FILE_SETATTR: c_long = 469;
 
-/// Calls that change the mode, the owner or the attributes of an open file, also of one that is
-/// open for reading.
-const ATTRIBUTES: &[c_long] = &[
+/// Calls that change the mode, the owner, the times or the attributes of an open file, also of one
+/// that is open for reading.
+const OF_OPEN_FILES: &[c_long] = &[
+    libc::SYS_utimensat,
     libc::SYS_fchmod,
     libc::SYS_fchown,
     libc::SYS_fsetxattr,
@@ -191,32 +195,43 @@ const REQUESTS: [u64; 5] = [
 const FS_IOC_SETFLAGS: u64 = 0x4008_6602;
 const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
 
-/// Refuses [`DANGEROUS`], [`PROGRAMS`], [`MOUNTS`] and new namespaces; [`OF_ALL_FILES`] unless the
-/// process changes those of all files; and then also utimensat(2), except without a path (for an
-/// open file) if the process changes those of open files.
-pub fn refuse_dangerous(attributes: Attributes) -> Result<(), Error> {
+/// Refuses [`DANGEROUS`], [`PROGRAMS`], [`MOUNTS`] and new namespaces; changes of attributes: all,
+/// or those of files that are not open; and [`SOCKETS`] and messages, unless the process makes
+/// sockets.
+pub fn refuse_dangerous(attributes: Attributes, sockets: Sockets) -> Result<(), Error> {
     let mut refused = Refused::dangerous()?;
     refused.programs()?;
     refused.always(MOUNTS);
-    refused.always(&[libc::SYS_unshare]);
-    if attributes != Attributes::OfAllFiles {
-        refused.always(OF_ALL_FILES);
-    }
+    refused.namespaces(&[libc::CLONE_THREAD])?;
     match attributes {
-        Attributes::Refused => refused.always(&[libc::SYS_utimensat]),
+        Attributes::Refused => {
+            refused.always(OF_ALL_FILES);
+            refused.always(OF_OPEN_FILES);
+        }
         // Without a path, it is for an open file.
         Attributes::OfOpenFiles => {
+            refused.always(OF_ALL_FILES);
             let path = SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
             let has_path = SeccompRule::new(vec![path])?;
             refused.if_one_applies(libc::SYS_utimensat, vec![has_path]);
         }
         Attributes::OfAllFiles => {}
     }
+    match sockets {
+        Sockets::UntilTheEnd => {}
+        Sockets::OfOpenOnes => refused.sockets()?,
+        Sockets::Messages => {
+            refused.sockets()?;
+            for call in MESSAGES {
+                refused.decisions.remove(&(*call as u32));
+            }
+        }
+    }
     seccompiler::apply_filter(&refused.program()?)
 }
 
-/// Refuses [`DANGEROUS`] and new namespaces; and [`PROGRAMS`] and [`MOUNTS`] if the service needs
-/// none.
+/// Refuses [`DANGEROUS`] and new namespaces; [`PROGRAMS`] and [`MOUNTS`] if the service needs none;
+/// sockets of all families but those that the service makes, and those below TCP and UDP.
 pub fn refuse_to_service(service: Service) -> Result<(), Error> {
     let mut refused = Refused::dangerous()?;
     match service {
@@ -229,53 +244,27 @@ pub fn refuse_to_service(service: Service) -> Result<(), Error> {
         Service::Connections => refused.always(MOUNTS),
     }
     // A thread can have a working directory of its own.
-    let is_namespace = rule(0, SeccompCmpOp::Ne, libc::CLONE_FS as u64)?;
-    refused.if_one_applies(libc::SYS_unshare, vec![is_namespace]);
+    refused.namespaces(&[libc::CLONE_FS, libc::CLONE_THREAD])?;
+    refused.families(service)?;
     seccompiler::apply_filter(&refused.program()?)
 }
 
-/// Refuses sockets of all families but those that the service makes, and those below TCP and UDP.
-pub fn refuse_families(service: Service) -> Result<(), Error> {
-    /// The type of a socket, without its flags.
-    const TYPE: SeccompCmpOp = SeccompCmpOp::MaskedEq(0xf);
-    let possible: &[_] = match service {
-        Service::Mounts => &[libc::AF_UNIX],
-        Service::Devices => &[libc::AF_NETLINK],
-        _ => &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6],
-    };
-    let families = possible.iter().map(|&family| {
-        SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, family as u64)
-    });
-    let families: Result<Vec<_>, _> = families.collect();
-    let is_raw = rule(1, TYPE, libc::SOCK_RAW as u64)?;
-    let sockets = vec![SeccompRule::new(families?)?, is_raw];
+/// Refuses sockets, or changes of attributes, or both, to all threads of the process.
+pub fn refuse_more(has_sockets: bool, has_attributes: bool) -> Result<(), Error> {
     let mut refused = Refused::default();
-    refused.if_one_applies(libc::SYS_socket, sockets);
-    seccompiler::apply_filter(&refused.program()?)
-}
-
-/// Refuses [`SOCKETS`], [`MESSAGES`] unless the process sends some, messages to other addresses,
-/// and [`ATTRIBUTES`] if the process needs none, to all threads of the process.
-pub fn refuse_sockets(attributes: Attributes, sends_messages: bool) -> Result<(), Error> {
-    const ADDRESS: u8 = 4;
-    let mut refused = Refused::default();
-    refused.always(SOCKETS);
-    if !sends_messages {
-        refused.always(MESSAGES);
+    if !has_sockets {
+        refused.sockets()?;
     }
-    if attributes == Attributes::Refused {
-        refused.always(ATTRIBUTES);
+    if !has_attributes {
+        refused.always(OF_OPEN_FILES);
     }
-    let condition = SeccompCondition::new(ADDRESS, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
-    let has_address = SeccompRule::new(vec![condition])?;
-    refused.if_one_applies(libc::SYS_sendto, vec![has_address]);
     seccompiler::apply_filter_all_threads(&refused.program()?)
 }
 
 /// The calls that a filter refuses.
 #[derive(Default)]
 struct Refused {
-    always: BTreeSet<u32>,
+    decisions: BTreeMap<u32, Decision>,
     if_one_applies: BTreeMap<i64, Vec<SeccompRule>>,
 }
 
@@ -300,11 +289,53 @@ impl Refused {
         Ok(())
     }
 
+    /// unshare(2), except with only one of these flags. `CLONE_THREAD` changes nothing, and is an
+    /// error if the process has other threads.
+    fn namespaces(&mut self, possible: &[i32]) -> Result<(), Error> {
+        let others = possible.iter().map(|&flag| {
+            SeccompCondition::new(0, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, flag as u64)
+        });
+        let is_other = SeccompRule::new(others.collect::<Result<_, _>>()?)?;
+        self.if_one_applies(libc::SYS_unshare, vec![is_other]);
+        Ok(())
+    }
+
+    /// Sockets of all families but those that the service makes, and those below TCP and UDP.
+    fn families(&mut self, service: Service) -> Result<(), Error> {
+        /// The type of a socket, without its flags.
+        const TYPE: SeccompCmpOp = SeccompCmpOp::MaskedEq(0xf);
+        let possible: &[_] = match service {
+            Service::Mounts => &[libc::AF_UNIX],
+            Service::Devices => &[libc::AF_NETLINK],
+            _ => &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6],
+        };
+        let others = possible.iter().map(|&family| {
+            SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, family as u64)
+        });
+        let is_other = SeccompRule::new(others.collect::<Result<_, _>>()?)?;
+        let is_raw = rule(1, TYPE, libc::SOCK_RAW as u64)?;
+        self.if_one_applies(libc::SYS_socket, vec![is_other, is_raw]);
+        Ok(())
+    }
+
+    /// [`SOCKETS`], [`MESSAGES`], and messages to other addresses.
+    fn sockets(&mut self) -> Result<(), Error> {
+        const ADDRESS: u8 = 4;
+        self.always(SOCKETS);
+        self.always(MESSAGES);
+        let address = SeccompCondition::new(ADDRESS, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
+        let has_address = SeccompRule::new(vec![address])?;
+        self.if_one_applies(libc::SYS_sendto, vec![has_address]);
+        Ok(())
+    }
+
     fn always(&mut self, calls: &[c_long]) {
-        self.always.extend(calls.iter().map(|&call| call as u32));
+        let refused = |&call: &c_long| (call as u32, Decision::Refuse(libc::EPERM));
+        self.decisions.extend(calls.iter().map(refused));
     }
 
     fn if_one_applies(&mut self, call: c_long, rules: Vec<SeccompRule>) {
+        self.decisions.insert(call as u32, Decision::Examine);
         self.if_one_applies.insert(call, rules);
     }
 
@@ -312,10 +343,7 @@ impl Refused {
         let refuse = SeccompAction::Errno(libc::EPERM as u32);
         let target = std::env::consts::ARCH.try_into()?;
         let rules = SeccompFilter::new(self.if_one_applies, SeccompAction::Allow, refuse, target)?;
-        let mut program = begin();
-        program.append(&mut search(&Vec::from_iter(self.always)));
-        program.append(&mut BpfProgram::try_from(rules)?);
-        Ok(program)
+        Ok(program::decide(&self.decisions, rules.try_into()?)?)
     }
 }
 
@@ -323,127 +351,4 @@ impl Refused {
 fn rule(argument: u8, operator: SeccompCmpOp, value: u64) -> Result<SeccompRule, BackendError> {
     let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)?;
     SeccompRule::new(vec![condition])
-}
-
-/// Refuses calls of all architectures of the kernel: clone3(2) is missing, because its flags are in
-/// memory, and the C library then calls clone(2). And no call has a number of x32, the second
-/// numbering of x86-64. The number of the call is loaded.
-fn begin() -> BpfProgram {
-    const X32: u32 = 0x4000_0000;
-    vec![
-        // It is the first field of `struct seccomp_data`.
-        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
-        jump(libc::BPF_JEQ, 0, 1, libc::SYS_clone3 as u32),
-        refuse(libc::ENOSYS),
-        jump(libc::BPF_JGE, 0, 1, X32),
-        refuse(libc::EPERM),
-    ]
-}
-
-/// Refuses the calls with these numbers, which ascend. The kernel runs a filter once for each
-/// number of a call when a process gets it, so this is a binary search. `seccompiler` compares one
-/// after the other, which took most of the time of the sandbox.
-fn search(numbers: &[u32]) -> BpfProgram {
-    // As many are compared one after the other, each comparison with the distance to the refusal.
-    const FEW: u8 = 4;
-    if numbers.len() <= usize::from(FEW) {
-        let mut program: BpfProgram = (0..numbers.len() as u8)
-            .rev()
-            .zip(numbers)
-            .map(|(distance, &number)| {
-                jump(libc::BPF_JEQ, distance, u8::from(distance == 0), number)
-            })
-            .collect();
-        program.extend((!numbers.is_empty()).then(|| refuse(libc::EPERM)));
-        return program;
-    }
-    let (low, high) = numbers.split_at(numbers.len() / 2);
-    let skip = |program: &BpfProgram| {
-        instruction(libc::BPF_JMP | libc::BPF_JA, 0, 0, program.len() as u32)
-    };
-    let (mut lower, mut higher) = (search(low), search(high));
-    lower.push(skip(&higher));
-    let mut program = vec![jump(libc::BPF_JGE, 0, 1, high[0]), skip(&lower)];
-    program.append(&mut lower);
-    program.append(&mut higher);
-    program
-}
-
-fn refuse(errno: i32) -> sock_filter {
-    let action = libc::SECCOMP_RET_ERRNO | errno as u32;
-    instruction(libc::BPF_RET | libc::BPF_K, 0, 0, action)
-}
-
-/// Skips `jt` instructions if the number of the call compares with `k` so, and `jf` otherwise.
-fn jump(comparison: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
-    instruction(libc::BPF_JMP | comparison | libc::BPF_K, jt, jf, k)
-}
-
-fn instruction(code: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
-    sock_filter {
-        code: code as u16,
-        jt,
-        jf,
-        k,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// What a program decides for a number, without arguments; and after how many instructions.
-    fn decide(program: &[sock_filter], number: u32) -> (Option<u32>, usize) {
-        let mut at = 0;
-        for steps in 1.. {
-            let Some(one) = program.get(at) else {
-                return (None, steps);
-            };
-            at += 1;
-            let class = u32::from(one.code) & 0x07;
-            let taken = |applies: bool| usize::from(if applies { one.jt } else { one.jf });
-            match (class, u32::from(one.code) & 0xf0) {
-                (libc::BPF_RET, _) => return (Some(one.k), steps),
-                (libc::BPF_JMP, libc::BPF_JA) => at += one.k as usize,
-                (libc::BPF_JMP, libc::BPF_JEQ) => at += taken(number == one.k),
-                (libc::BPF_JMP, libc::BPF_JGE) => at += taken(number >= one.k),
-                _ => assert_eq!(class, libc::BPF_LD),
-            }
-        }
-        unreachable!("no program has so long a way")
-    }
-
-    #[test]
-    fn the_search_finds_the_numbers_in_few_steps() {
-        for count in 0..130 {
-            let numbers: Vec<u32> = (0..count)
-                .map(|number| number * number / 7 + number)
-                .collect();
-            let program = search(&numbers);
-            for number in 0..numbers.last().map_or(10, |last| last + 10) {
-                let (decision, steps) = decide(&program, number);
-                let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
-                let wanted = numbers.contains(&number).then_some(refused);
-                assert_eq!(decision, wanted, "{number} of {numbers:?}");
-                assert!(steps <= 24, "{steps} of {}", program.len());
-            }
-        }
-    }
-
-    #[test]
-    fn numbers_of_x32_and_clone3_are_refused_first() {
-        let program = begin();
-        let error = |errno: i32| Some(libc::SECCOMP_RET_ERRNO | errno as u32);
-        let clone3 = libc::SYS_clone3 as u32;
-        for (number, wanted) in [
-            (clone3 - 1, None),
-            (clone3, error(libc::ENOSYS)),
-            (clone3 + 1, None),
-            (0x3fff_ffff, None),
-            (0x4000_0000, error(libc::EPERM)),
-            (u32::MAX, error(libc::EPERM)),
-        ] {
-            assert_eq!(decide(&program, number).0, wanted, "{number}");
-        }
-    }
 }

@@ -30,6 +30,34 @@ pub fn fork(work: impl FnOnce()) -> io::Result<Pid> {
     }
 }
 
+/// Whether this process has no other thread.
+pub fn has_one_thread() -> bool {
+    // SAFETY: the call takes an integer. It changes nothing if the process has one thread, and
+    // fails otherwise (unshare(2)).
+    #[allow(unsafe_code)]
+    let unshared = unsafe { libc::unshare(libc::CLONE_THREAD) };
+    match io::Error::last_os_error().raw_os_error() {
+        _ if unshared == 0 => true,
+        Some(libc::EINVAL) => false,
+        // A container manager can have refused the call. Reading the directory takes ten times as
+        // long. Without /proc, the count is not known; it is a property of this program alone.
+        _ => !std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() > 1),
+    }
+}
+
+/// This process takes the CPU from no other one when it wakes up: for one that wakes up when
+/// another one ends, and would delay that end. It is otherwise as fast as before (sched(7),
+/// `SCHED_BATCH`).
+pub fn let_others_run_first() {
+    // SAFETY: the call reads this structure, for which all zero is the priority that it requires.
+    #[allow(unsafe_code)]
+    unsafe {
+        let priority: libc::sched_param = std::mem::zeroed();
+        // Nothing else depends on it.
+        let _ = libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const priority);
+    }
+}
+
 /// Overwrites the value of a variable of the environment, which then is empty: the other processes
 /// of the user can read it as long as it is in the memory of this one. This process has one thread.
 pub fn forget_variable(name: &CStr) {

@@ -1,13 +1,14 @@
 //! Takes the rights from a process that it does not need, before it decodes what strangers wrote.
 //!
 //! ```no_run
-//! use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, SandboxError, When};
+//! use bcow_sandbox::{Access, Attributes, CapabilitySet, Sandbox, SandboxError, Sockets, When};
 //!
 //! fn enter() -> Result<Vec<String>, SandboxError> {
-//!     let mut sandbox = Sandbox::begin(When::Require, Attributes::Refused)?;
+//!     let attributes = Attributes::Refused;
+//!     let mut sandbox = Sandbox::begin(When::Require, attributes, Sockets::OfOpenOnes)?;
 //!     let readable = ("/srv/images".into(), Access::Read);
 //!     sandbox.confine(&[readable], CapabilitySet::empty())?;
-//!     sandbox.finish(Attributes::Refused)?;
+//!     sandbox.finish(attributes)?;
 //!     Ok(sandbox.in_force())
 //! }
 //! ```
@@ -15,12 +16,12 @@
 //! A process enters the sandbox in steps, since it needs some rights to open its files and sockets:
 //!
 //! 1. [`Sandbox::begin`]: no new privileges, no core dumps, and no system call of [`calls`] any
-//!    more.
+//!    more; no sockets if the process needs no further ones.
 //! 2. [`Sandbox::confine`]: only named files can be opened from now on, and only named capabilities
 //!    stay. The process must have one thread: both belong to a thread, and later threads inherit
 //!    them.
-//! 3. [`Sandbox::finish`]: no further sockets, and no changes of attributes. Sockets that are open
-//!    stay usable.
+//! 3. [`Sandbox::finish`]: no further sockets, and no changes of attributes, if the first step has
+//!    not refused them. Sockets that are open stay usable. Each filter of calls takes time.
 //!
 //! What is open stays open in each step.
 
@@ -89,6 +90,18 @@ pub enum Attributes {
     OfAllFiles,
 }
 
+/// What a process does with sockets after the first step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sockets {
+    /// It makes some, until [`Sandbox::finish`].
+    UntilTheEnd,
+    /// It uses those that are open, and makes none.
+    OfOpenOnes,
+    /// It also sends messages with descriptors. All of its sockets are connected to one other
+    /// process.
+    Messages,
+}
+
 /// A process that opens files, or makes connections, as long as it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Service {
@@ -145,6 +158,9 @@ const OF_PROGRAMS: CapabilitySet = CapabilitySet::SETUID
 #[derive(Debug, Clone)]
 pub struct Sandbox {
     when: When,
+    /// What the filter of the first step leaves to the process.
+    sockets: Sockets,
+    attributes: Attributes,
     in_force: Vec<String>,
 }
 
@@ -177,19 +193,28 @@ impl Sandbox {
     pub fn off() -> Self {
         Sandbox {
             when: When::Off,
+            sockets: Sockets::UntilTheEnd,
+            attributes: Attributes::OfAllFiles,
             in_force: Vec::new(),
         }
     }
 
     /// The first step. It concerns this thread and those that it starts. `attributes` are those
-    /// that the process changes at any time.
-    pub fn begin(when: When, attributes: Attributes) -> Result<Self, SandboxError> {
+    /// that the process changes from now on.
+    pub fn begin(
+        when: When,
+        attributes: Attributes,
+        sockets: Sockets,
+    ) -> Result<Self, SandboxError> {
         let mut sandbox = Sandbox {
             when,
             ..Sandbox::off()
         };
         sandbox.give_up()?;
-        sandbox.part("calls", || Ok(calls::refuse_dangerous(attributes)?))?;
+        let refuse = || Ok(calls::refuse_dangerous(attributes, sockets)?);
+        if sandbox.part("calls", refuse)? {
+            (sandbox.sockets, sandbox.attributes) = (sockets, attributes);
+        }
         Ok(sandbox)
     }
 
@@ -201,7 +226,7 @@ impl Sandbox {
             ..Sandbox::off()
         };
         sandbox.give_up()?;
-        sandbox.part("calls-partly", || {
+        let has_no_sockets = sandbox.part("calls-partly", || {
             require_one_thread()?;
             Ok(calls::refuse_to_service(service)?)
         })?;
@@ -212,8 +237,13 @@ impl Sandbox {
             // The files with credentials may be those of another user.
             Service::Connections => CapabilitySet::DAC_READ_SEARCH,
         };
-        sandbox.part("capabilities-partly", || keep_capabilities(kept))?;
-        sandbox.part("sockets-partly", || Ok(calls::refuse_families(service)?))?;
+        sandbox.part("capabilities-partly", || {
+            bound_capabilities(kept);
+            keep_capabilities(kept)
+        })?;
+        if has_no_sockets {
+            sandbox.part("sockets-partly", || Ok(()))?;
+        }
         sandbox.when = When::Off;
         Ok(sandbox)
     }
@@ -235,7 +265,7 @@ impl Sandbox {
         self.part("no-new-privileges", || {
             set_no_new_privs(true).map_err(|errno| SandboxError::Privileges(errno.into()))
         })?;
-        self.part("no-core-dumps", refuse_core_dumps)
+        self.part("no-core-dumps", refuse_core_dumps).map(drop)
     }
 
     /// The second step.
@@ -252,6 +282,7 @@ impl Sandbox {
             require_one_thread()?;
             files::restrict(paths)
         })
+        .map(drop)
     }
 
     /// Gives up more capabilities: those of this thread, and of the threads that it starts.
@@ -264,13 +295,15 @@ impl Sandbox {
 
     /// The last step, for all threads of the process.
     pub fn finish(&mut self, attributes: Attributes) -> Result<(), SandboxError> {
-        self.part("sockets", || Ok(calls::refuse_sockets(attributes, false)?))
-    }
-
-    /// As [`Sandbox::finish`], for a process that sends descriptors. All of its sockets are
-    /// connected to one other process.
-    pub fn finish_but_messages(&mut self, attributes: Attributes) -> Result<(), SandboxError> {
-        self.part("sockets", || Ok(calls::refuse_sockets(attributes, true)?))
+        let makes_sockets = self.sockets == Sockets::UntilTheEnd;
+        let gives_up = attributes < self.attributes && attributes == Attributes::Refused;
+        let refuse = || {
+            if makes_sockets || gives_up {
+                calls::refuse_more(!makes_sockets, !gives_up)?;
+            }
+            Ok(())
+        };
+        self.part("sockets", refuse).map(drop)
     }
 
     /// The names of the parts that are in force. A part that the kernel does not support completely
@@ -279,31 +312,42 @@ impl Sandbox {
         self.in_force.clone()
     }
 
+    /// Returns whether all of the part is in force.
     fn part(
         &mut self,
         name: &'static str,
         enforce: impl FnOnce() -> Result<(), SandboxError>,
-    ) -> Result<(), SandboxError> {
+    ) -> Result<bool, SandboxError> {
         if self.when == When::Off {
-            return Ok(());
+            return Ok(false);
         }
         match enforce() {
-            Ok(()) => self.in_force.push(name.to_owned()),
+            Ok(()) => {
+                self.in_force.push(name.to_owned());
+                return Ok(true);
+            }
             Err(error) if self.when == When::Require => return Err(error),
             Err(SandboxError::Partly) => self.in_force.push(format!("{name}-partly")),
             Err(error) => tracing::info!("no sandbox of {name}: {error:?}"),
         }
-        Ok(())
+        Ok(false)
     }
 }
 
-/// Gives up all capabilities but these, for this thread and later ones. Programs that they start
-/// get no others either, if the process may decide that.
-fn keep_capabilities(kept: CapabilitySet) -> Result<(), SandboxError> {
+/// Programs that this thread and later ones start get no other capabilities. They would not have
+/// got any, without new privileges: this is for who looks at the process. It takes a call for each
+/// capability.
+fn bound_capabilities(kept: CapabilitySet) {
     for capability in kept.complement().iter() {
-        // Without the right to do that, no program can get any: no new privileges.
-        let _ = remove_capability_from_bounding_set(capability);
+        // The process may be unable to decide it.
+        if remove_capability_from_bounding_set(capability) == Err(Errno::PERM) {
+            break;
+        }
     }
+}
+
+/// Gives up all capabilities but these, for this thread and later ones.
+fn keep_capabilities(kept: CapabilitySet) -> Result<(), SandboxError> {
     let permitted = kept & rustix::thread::capabilities(None)?.permitted;
     let sets = CapabilitySets {
         effective: permitted,
@@ -329,14 +373,13 @@ fn refuse_core_dumps() -> Result<(), SandboxError> {
 
 fn require_one_thread() -> Result<(), SandboxError> {
     let last_look = Instant::now() + LONGEST_END_OF_A_THREAD;
-    loop {
-        match std::fs::read_dir("/proc/self/task").map(Iterator::count) {
-            Ok(2..) if Instant::now() > last_look => return Err(SandboxError::Threads),
-            Ok(2..) => std::thread::sleep(Duration::from_micros(100)),
-            // Without /proc, the count is not known. It is a property of this program alone.
-            _ => return Ok(()),
+    while !fork::has_one_thread() {
+        if Instant::now() > last_look {
+            return Err(SandboxError::Threads);
         }
+        std::thread::sleep(Duration::from_micros(100));
     }
+    Ok(())
 }
 
 impl From<Errno> for SandboxError {

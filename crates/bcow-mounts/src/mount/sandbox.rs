@@ -1,24 +1,26 @@
 //! The sandbox of the process of a mount.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use bcow::chain::directory_of;
-use bcow_fuse::kernel::{Device, DiskMount, Mounter};
-use bcow_fuse::{AnySession, MountOptions, UnmountProcess};
+use bcow_fuse::kernel::{Device, DiskMount};
+use bcow_fuse::mounter::{self, Mounter, Task};
+use bcow_fuse::{AnySession, MountOptions};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::sandbox;
-use bcow_sandbox::{Access, Attributes, CapabilitySet, OF_DISK, OF_UPPER, Sandbox};
+use bcow_sandbox::fork::has_one_thread;
+use bcow_sandbox::{Access, Attributes, CapabilitySet, OF_DISK, OF_UPPER, Sandbox, Sockets};
 use bcow_union::log;
 
 use super::driver::Way;
 use super::fuse::Mounted;
 use crate::args::MountArgs;
+use crate::error::failure;
 
 /// A process that enters the sandbox in steps.
 pub struct Prepared {
-    /// Unmounts, and looks at other processes, when this process cannot: it can give up all files.
-    unmounting: Option<UnmountProcess>,
-    /// Mounts with the kernel driver when this process cannot.
+    /// Mounts and unmounts when this process cannot: it can give up all files.
     mounter: Option<Mounter>,
     confined: Option<Confined>,
 }
@@ -36,15 +38,38 @@ struct Rights {
     attributes: Attributes,
 }
 
-/// Starts the processes that do what this one cannot do later. This one has one thread, and no file
-/// of the mount.
+/// Starts the mounter of a process that is about to begin, if that will be in a sandbox: this
+/// process only waits meanwhile.
+pub fn mounter_of_daemon<'a>(
+    args: &'a MountArgs,
+    way: &Way,
+    options: &'a MountOptions,
+) -> Option<Box<dyn Fn(OwnedFd) + 'a>> {
+    let (task, when) = (task(args, way, options), args.sandbox.when());
+    let start = move |socket: OwnedFd| {
+        // Without a mounter, this end of the socket closes, which the other process notices.
+        let _ = mounter::start_on(&socket, task, when);
+    };
+    (!args.sandbox.is_off() && has_one_thread()).then(|| Box::new(start) as _)
+}
+
+fn task<'a>(args: &'a MountArgs, way: &Way, options: &'a MountOptions) -> Task<'a> {
+    Task {
+        target: args.directory(),
+        options,
+        may_mount: !matches!(way, Way::Fuse { .. }),
+    }
+}
+
+/// Starts the processes that do what this one cannot do later, unless there is a mounter at this
+/// socket. This process has one thread, and no file of the mount.
 pub fn prepare(
     args: &MountArgs,
     way: &Way,
     options: &MountOptions,
+    mounter: Option<OwnedFd>,
 ) -> Result<Prepared, CommandError> {
     let mut prepared = Prepared {
-        unmounting: None,
         mounter: None,
         confined: None,
     };
@@ -53,29 +78,17 @@ pub fn prepare(
     if !args.sandbox.prepare(images, &args.stores)? {
         return Ok(prepared);
     }
-    let when = args.sandbox.when();
-    if !matches!(way, Way::Upper { .. }) {
-        match UnmountProcess::start(when) {
-            Ok(process) => prepared.unmounting = Some(process),
-            Err(error) => drop(refused(args, &error)?),
-        }
-    }
-    // Only root mounts with the kernel driver.
-    if !matches!(way, Way::Fuse { .. }) && rustix::process::geteuid().is_root() {
-        match Mounter::start(args.directory(), options, when) {
-            Ok(mounter) => prepared.mounter = Some(mounter),
-            Err(error) => {
-                let reason = format!("another process cannot mount: {error}");
-                args.sandbox.without(&reason)?;
-            }
-        }
+    let start = || Mounter::start(task(args, way, options), args.sandbox.when());
+    match mounter.map_or_else(start, |socket| Ok(Mounter::at(socket))) {
+        Ok(mounter) => prepared.mounter = Some(mounter),
+        Err(error) => drop(refused(args, &error.to_string())?),
     }
     Ok(prepared)
 }
 
-fn refused(args: &MountArgs, error: &std::io::Error) -> Result<Sandbox, CommandError> {
+fn refused(args: &MountArgs, why: &str) -> Result<Sandbox, CommandError> {
     args.sandbox
-        .without(&format!("another process cannot unmount: {error}"))
+        .without(&format!("another process cannot mount: {why}"))
 }
 
 /// Fails if the user requires a sandbox for a mount that has none.
@@ -97,21 +110,28 @@ impl Prepared {
         args: &MountArgs,
         disk: &DiskMount,
     ) -> Result<Option<Mounter>, CommandError> {
-        let Some(mounter) = self.mounter.take() else {
+        // Only root mounts with the kernel driver.
+        let is_root = rustix::process::geteuid().is_root();
+        let Some(mounter) = self.mounter.take().filter(|_| is_root) else {
             return Ok(None);
         };
-        self.confined = Some(Confined::new(args, Rights::of_disk(disk))?);
+        let rights = Rights::of_disk(disk);
+        self.confined = Some(Confined::new(args, rights, Sockets::UntilTheEnd)?);
         Ok(Some(mounter))
     }
 
     /// Enters the sandbox, and takes requests of other commands. With the FUSE driver, the process
     /// has one thread before.
     pub fn enter(self, args: &MountArgs, mounted: &mut Mounted) -> Result<(), CommandError> {
-        let confined = match (&mounted.session, self.unmounting) {
-            (AnySession::Fuse(session), Some(process)) => match session.unmount_by(process) {
-                Ok(()) => Some(Confined::new(args, Rights::of_fuse(args))?),
+        let confined = match (&mounted.session, self.mounter) {
+            (AnySession::Fuse(session), Some(mounter)) => match session.unmount_by(mounter) {
+                Ok(()) => {
+                    mounted.prepare_requests();
+                    let rights = Rights::of_fuse(args);
+                    Some(Confined::new(args, rights, Sockets::OfOpenOnes)?)
+                }
                 Err(error) => {
-                    refused(args, &error)?;
+                    refused(args, &failure(&error).in_one_line())?;
                     None
                 }
             },
@@ -176,12 +196,12 @@ impl Rights {
 
 impl Confined {
     /// Gives up all files and capabilities but these, and those for the options of the mount.
-    fn new(args: &MountArgs, mut rights: Rights) -> Result<Self, CommandError> {
+    fn new(args: &MountArgs, mut rights: Rights, sockets: Sockets) -> Result<Self, CommandError> {
         log::connect_syslog();
         sandbox::seal(&args.stores)?;
         let remote = args.stores.remote.rights();
         rights.attributes = rights.attributes.max(remote.attributes);
-        let mut entered = args.sandbox.begin_changing(rights.attributes)?;
+        let mut entered = args.sandbox.begin_changing(rights.attributes, sockets)?;
         let mut capabilities = rights.capabilities;
         let written = [args.log_file.as_deref(), args.record.as_deref()];
         let written = written.into_iter().flatten();
@@ -206,7 +226,7 @@ impl Confined {
         Ok(Confined { entered, rights })
     }
 
-    /// Gives up sockets too.
+    /// Gives up sockets too, if it has not yet.
     fn finish(mut self) -> Result<Sandbox, CommandError> {
         let finished = self.entered.finish(self.rights.attributes);
         finished.context(sandbox::cannot)?;
