@@ -36,13 +36,9 @@ pub fn has_one_thread() -> bool {
     // fails otherwise (unshare(2)).
     #[allow(unsafe_code)]
     let unshared = unsafe { libc::unshare(libc::CLONE_THREAD) };
-    match io::Error::last_os_error().raw_os_error() {
-        _ if unshared == 0 => true,
-        Some(libc::EINVAL) => false,
-        // A container manager can have refused the call. Reading the directory takes ten times as
-        // long. Without /proc, the count is not known; it is a property of this program alone.
-        _ => !std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() > 1),
-    }
+    // A container manager can have refused the call. Reading the directory takes ten times as long.
+    // Without /proc, the count is not known; it is a property of this program alone.
+    unshared == 0 || !std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() > 1)
 }
 
 /// This process takes the CPU from no other one when it wakes up: for one that wakes up when
@@ -114,6 +110,29 @@ pub fn keep_descriptors(kept: &[RawFd], name: &CStr) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn other_threads_are_noticed() {
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let other = std::thread::spawn(move || ended.recv().is_err());
+        assert!(!has_one_thread());
+        // A copy has only the thread that made it.
+        // SAFETY: the copy makes two calls of the system.
+        #[allow(unsafe_code)]
+        let status = unsafe {
+            match libc::fork() {
+                0 => libc::_exit(i32::from(!has_one_thread())),
+                copy => {
+                    let mut status = -1;
+                    libc::waitpid(copy, &raw mut status, 0);
+                    status
+                }
+            }
+        };
+        assert_eq!(status, 0);
+        drop(end);
+        assert!(other.join().unwrap());
+    }
 
     #[test]
     fn a_value_that_is_forgotten_is_in_no_file_of_the_process() {
