@@ -1,5 +1,6 @@
 """Changes of files in a mount with an upper, each of which a program makes durable."""
 
+import errno
 import os
 import random
 
@@ -27,8 +28,15 @@ def files_at(top):
 
 def steps(where, seed):
     """Functions that change the mount, make the change durable, and then change a dictionary of the
-    files' content."""
-    dice = random.Random(seed)
+    files' content. A step fails if the mount has ended: it may have changed the directory below."""
+    dice, device = random.Random(seed), os.stat(where).st_dev
+
+    def in_mount(step):
+        def checked(files):
+            step(files)
+            if os.stat(where).st_dev != device:
+                raise OSError(errno.ENOTCONN, "the mount has ended", where)
+        return checked
 
     def at(name):
         return os.path.join(where, name)
@@ -74,11 +82,12 @@ def steps(where, seed):
     def snapshot(_):
         bcow("snapshot", where, "one")
 
-    return [write("large", 70_001, dice.randbytes(5000)), write("small", 10, b"changed"),
-            write("new", 0, dice.randbytes(9000)), rename("folder", "moved"), unlink,
-            snapshot, write("large", 8192, dice.randbytes(40_000)), truncate,
-            write("moved/y", 3, dice.randbytes(20_000)), rename("new", "small"),
-            write("cut", 0, dice.randbytes(60_000))]
+    all_steps = [write("large", 70_001, dice.randbytes(5000)), write("small", 10, b"changed"),
+                 write("new", 0, dice.randbytes(9000)), rename("folder", "moved"), unlink,
+                 snapshot, write("large", 8192, dice.randbytes(40_000)), truncate,
+                 write("moved/y", 3, dice.randbytes(20_000)), rename("new", "small"),
+                 write("cut", 0, dice.randbytes(60_000))]
+    return [in_mount(step) for step in all_steps]
 
 
 def is_between(have, old, new):

@@ -120,17 +120,12 @@ impl Mounter {
     pub(crate) fn serve(&self, device: &str, asks_for_callers: bool) -> Result<(), MountError> {
         let request = Request::Serve(device.to_owned());
         if !asks_for_callers {
-            return self.send(&request, &[]);
+            return send(&self.socket.lock(), &request, &[]);
         }
         let (own, of_mounter) = UnixStream::pair().map_err(broken)?;
-        self.send(&request, &[of_mounter.as_fd()])?;
+        send(&self.socket.lock(), &request, &[of_mounter.as_fd()])?;
         Callers::new(own).use_always();
         Ok(())
-    }
-
-    fn send(&self, request: &Request, descriptors: &[BorrowedFd<'_>]) -> Result<(), MountError> {
-        let bytes = serde_json::to_vec(request).map_err(|_| broken(Errno::PROTO))?;
-        packets::send(&self.socket.lock(), &bytes, descriptors).map_err(broken)
     }
 
     /// Mounts the file system in a file of `hidden`, which other threads serve.
@@ -174,11 +169,9 @@ impl Mounter {
         request: &Request,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<(Answer, Option<OwnedFd>), MountError> {
-        let bytes = serde_json::to_vec(request).map_err(|_| broken(Errno::PROTO))?;
         let socket = self.socket.lock();
-        let answered = packets::send(&socket, &bytes, descriptors)
-            .and_then(|()| packets::receive(&socket))
-            .map_err(broken)?;
+        send(&socket, request, descriptors)?;
+        let answered = packets::receive(&socket).map_err(broken)?;
         let Packet { bytes, descriptors } = answered.ok_or_else(|| broken(Errno::PIPE))?;
         match serde_json::from_slice(&bytes) {
             Ok(Answer::Failed {
@@ -194,6 +187,15 @@ impl Mounter {
             Err(_) => Err(broken(Errno::PROTO)),
         }
     }
+}
+
+fn send(
+    socket: &OwnedFd,
+    request: &Request,
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<(), MountError> {
+    let bytes = serde_json::to_vec(request).map_err(|_| broken(Errno::PROTO))?;
+    packets::send(socket, &bytes, descriptors).map_err(broken)
 }
 
 /// Starts the mounter that answers at `socket`. This process has one thread, and none of the
@@ -523,10 +525,10 @@ mod tests {
         let mounter = Mounter::at(own);
         let (asking, of_mounter) = UnixStream::pair().unwrap();
         let request = Request::Serve("0:0".to_owned());
-        mounter.send(&request, &[of_mounter.as_fd()]).unwrap();
+        send(&mounter.socket.lock(), &request, &[of_mounter.as_fd()]).unwrap();
         drop(of_mounter);
         // A request that is not answered does not disturb the next one.
-        mounter.send(&request, &[]).unwrap();
+        send(&mounter.socket.lock(), &request, &[]).unwrap();
         assert_eq!(mounter.unmount(), Unmounted::Stays);
         let callers = Callers::new(asking);
         assert!(callers.ask(std::process::id()).unwrap().is_some());
