@@ -18,6 +18,7 @@ use rustix::net::sockopt::socket_type;
 
 use crate::error::MountError;
 use crate::packets;
+use bcow_sandbox::fork::keep_descriptors_from_programs;
 use bcow_union::log;
 
 /// Environment variable of the process that becomes the daemon. Its standard output is the pipe to
@@ -50,7 +51,8 @@ pub fn launch(start_mounter: Option<&dyn Fn(OwnedFd)>) -> Result<Launch, MountEr
         Some((start, (own, of_mounter))) => (own.into(), Some(move || start(of_mounter))),
         None => (Stdio::null(), None),
     };
-    keep_descriptors_from_children();
+    // The daemon would keep a lock or a pipe of the calling shell open as long as the mount exists.
+    keep_descriptors_from_programs();
     let mut arguments = std::env::args_os();
     let mut command = Command::new("/proc/self/exe");
     if let Some(name) = arguments.next() {
@@ -168,22 +170,4 @@ fn detach_but_errors() -> Result<OwnedFd, MountError> {
 
 fn redirect_errors(null: &OwnedFd) -> Result<(), MountError> {
     rustix::stdio::dup2_stderr(null).map_err(MountError::process("redirect standard error"))
-}
-
-/// Sets close-on-exec on every descriptor above standard error. Otherwise the daemon would keep a
-/// lock or a pipe of the calling shell open for as long as the mount exists.
-fn keep_descriptors_from_children() {
-    const CLOSE_RANGE_CLOEXEC: libc::c_int = 4;
-    // SAFETY: The call takes only integers. With this flag it closes no descriptor; it only sets
-    // the flag that std sets on its own descriptors anyway. Kernels before 5.11 reject the flag;
-    // the daemon then keeps the inherited descriptors.
-    #[allow(unsafe_code)]
-    unsafe {
-        libc::syscall(
-            libc::SYS_close_range,
-            3 as libc::c_uint,
-            libc::c_uint::MAX,
-            CLOSE_RANGE_CLOEXEC,
-        );
-    }
 }

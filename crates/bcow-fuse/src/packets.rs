@@ -54,7 +54,11 @@ pub(crate) fn send(
 
 /// Waits for a packet; `None` when the other end is closed.
 pub(crate) fn receive(socket: &OwnedFd) -> io::Result<Option<Packet>> {
-    let mut bytes = vec![0; MAX_BYTES];
+    // Looks at the length first: it takes time to fill a buffer for the longest packet with zeros.
+    let flags = RecvFlags::PEEK | RecvFlags::TRUNC;
+    let mut no_bytes: [u8; 0] = [];
+    let (_, length) = retry(|| rustix::net::recv(socket, &mut no_bytes, flags))?;
+    let mut bytes = vec![0; length.min(MAX_BYTES)];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut part = [IoSliceMut::new(&mut bytes)];

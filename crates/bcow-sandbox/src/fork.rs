@@ -84,7 +84,47 @@ pub fn keep_descriptors(kept: &[RawFd], name: &CStr) -> io::Result<()> {
     rustix::stdio::dup2_stderr(null.as_fd())?;
     // It is closed below, unless it is one of the three.
     std::mem::forget(null);
-    // Not close_range, which needs Linux 5.9. The list itself is complete before one is closed.
+    // Linux before 5.9 has no such call, and a container manager can refuse it.
+    close_all_but(kept).or_else(|_| close_listed_but(kept))
+}
+
+/// Closes the ranges of descriptors between these and the standard streams.
+fn close_all_but(kept: &[RawFd]) -> io::Result<()> {
+    let mut kept: Vec<u32> = kept.iter().filter_map(|&fd| fd.try_into().ok()).collect();
+    kept.sort_unstable();
+    let mut first = 3;
+    for end in kept.into_iter().chain([u32::MAX]) {
+        if first < end {
+            close_range(first, end - 1, 0)?;
+        }
+        first = first.max(end.saturating_add(1));
+    }
+    Ok(())
+}
+
+/// Closes all descriptors above standard error in programs that this process starts from now on:
+/// sets the flag that std sets on its own descriptors anyway.
+pub fn keep_descriptors_from_programs() {
+    /// Linux 5.11. Before, programs inherit these descriptors.
+    const CLOSE_RANGE_CLOEXEC: u32 = 4;
+    let _ = close_range(3, u32::MAX, CLOSE_RANGE_CLOEXEC);
+}
+
+/// Closes these descriptors and those between them. The process uses none of them any more, and
+/// drops no object that owns one, unless the flags are for later.
+fn close_range(first: u32, last: u32, flags: u32) -> io::Result<()> {
+    // SAFETY: the call takes integers.
+    #[allow(unsafe_code)]
+    let closed = unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) };
+    match closed {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// As [`close_all_but`], which takes less time.
+fn close_listed_but(kept: &[RawFd]) -> io::Result<()> {
+    // The list itself is complete before one is closed.
     let mut open = Vec::new();
     for entry in std::fs::read_dir("/proc/self/fd")? {
         open.extend(
@@ -96,8 +136,7 @@ pub fn keep_descriptors(kept: &[RawFd], name: &CStr) -> io::Result<()> {
     }
     for descriptor in open {
         if descriptor > 2 && !kept.contains(&descriptor) {
-            // SAFETY: the call takes an integer. This process uses none of these descriptors any
-            // more, and drops no object that owns one.
+            // SAFETY: the call takes an integer. As for `close_range`.
             #[allow(unsafe_code)]
             unsafe {
                 libc::close(descriptor)
@@ -134,17 +173,45 @@ mod tests {
         assert!(other.join().unwrap());
     }
 
+    /// Runs the test of this name again, in a process of its own, where this variable has a value.
+    /// Returns whether this is that process.
+    fn is_alone(test: &str, marked: &str) -> bool {
+        if std::env::var(marked).is_ok() {
+            return true;
+        }
+        let this = std::env::current_exe().unwrap();
+        let mut again = std::process::Command::new(this);
+        again.args([test, "--test-threads", "1"]);
+        let done = again.env(marked, "a secret").status().unwrap();
+        assert!(done.success());
+        false
+    }
+
+    #[test]
+    fn only_kept_descriptors_stay_open_with_and_without_the_call_for_ranges() {
+        if !is_alone("only_kept_descriptors", "BCOW_TEST_OF_DESCRIPTORS") {
+            return;
+        }
+        let open = |number: RawFd| rustix::fs::stat(format!("/proc/self/fd/{number}")).is_ok();
+        for close in [close_all_but, close_listed_but] {
+            // SAFETY: the call takes integers, and this process has no use of these descriptors.
+            #[allow(unsafe_code)]
+            for number in 3..20 {
+                assert_eq!(unsafe { libc::dup2(1, number) }, number);
+            }
+            close(&[17, 5, 1, 6]).unwrap();
+            let left: Vec<_> = (0..20).filter(|&number| open(number)).collect();
+            assert_eq!(left, [0, 1, 2, 5, 6, 17]);
+            close(&[]).unwrap();
+            assert!((3..20).all(|number| !open(number)));
+        }
+    }
+
     #[test]
     fn a_value_that_is_forgotten_is_in_no_file_of_the_process() {
-        // Of all tests of this crate, only this one looks at the environment, in a process of its
-        // own.
+        // Of all tests of this crate, only this one looks at the environment.
         let marked = "BCOW_TEST_OF_FORGETTING";
-        if std::env::var(marked).is_err() {
-            let this = std::env::current_exe().unwrap();
-            let mut again = std::process::Command::new(this);
-            again.args(["a_value_that_is_forgotten", "--test-threads", "1"]);
-            let done = again.env(marked, "a secret").status().unwrap();
-            assert!(done.success());
+        if !is_alone("a_value_that_is_forgotten", marked) {
             return;
         }
         forget_variable(c"BCOW_TEST_OF_FORGETTING");
