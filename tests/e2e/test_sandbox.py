@@ -26,16 +26,20 @@ from test_remote import Server, metrics
 ESCAPE = os.path.join(TOP, "tests", "e2e", "preload", "escape.c")
 REFUSED = {errno.EPERM, errno.EACCES}
 # The parts of the sandbox, in the order in which a process enters them.
-PARTS = ["no-new-privileges", "no-core-dumps", "calls", "capabilities", "files", "sockets"]
+PARTS = ["no-new-privileges", "no-core-dumps", "limits", "calls", "capabilities", "files",
+         "sockets"]
 # The parts of a process that makes many mounts.
 PARTS_OF_SERVICES = ["no-new-privileges", "no-core-dumps", "calls-partly", "capabilities-partly",
                      "sockets-partly"]
 # What such a process can do.
 POSSIBLE_IN_SERVICES = {"mount", "umount2", "move_mount", "fsopen", "chmod", "chown", "setxattr",
                         "utimensat", "mknod", "fchmod", "fchown", "fsetxattr", "socket_tcp",
-                        "socket_unix", "connect", "listen", "sendto", "sendmsg", "signal"}
+                        "socket_unix", "connect", "listen", "sendto", "sendmsg", "signal",
+                        "memory"}
 # The connections of a pool are made by another process.
 POSSIBLE_IN_POOLS = POSSIBLE_IN_SERVICES - {"socket_tcp"}
+# What starts programs leaves limits to them.
+LIMITS = {"setrlimit", "set_own_limit"}
 MOUNTS = {"mount", "umount2", "move_mount", "fsopen"}
 # The capabilities of a mount with an upper, by their numbers: those to change owners, modes and
 # attributes of all files, to make devices, and to use reserved space and passthrough.
@@ -54,6 +58,18 @@ def least_core_limit():
     script = "ulimit -Hc 1 && echo 1 || echo 0"
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     return 1 if hard else int(run("sh", "-c", script).out)
+
+
+def most_memory(cache="64M"):
+    """The limit of memory in a sandbox, in bytes."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(machine // 2, 4 << 30) + (int(cache.rstrip("M")) << 20)
+
+
+def worked(results):
+    """The tries that were not refused."""
+    return {name for name, number in results.items()
+            if number not in REFUSED and (name, number) != ("memory", errno.ENOMEM)}
 
 
 class Sandboxed(unittest.TestCase):
@@ -105,13 +121,19 @@ class Sandboxed(unittest.TestCase):
             results.pop(name, None)
         for path in allowed:
             self.assertEqual(results.pop(path), 0, path)
-        worked = {name for name, number in results.items() if number not in REFUSED}
-        self.assertEqual(worked, set())
+        self.assertEqual(worked(results), set())
 
     def assert_not_refused(self):
         results = self.results()
-        refused = {name for name, number in results.items() if number in REFUSED}
-        self.assertEqual(refused, set())
+        self.assertEqual(set(results) - worked(results), set())
+
+    def assert_limits(self, pid, memory, descriptors=1 << 16):
+        """Of the process, in /proc/PID/limits."""
+        limits = read_text(f"/proc/{pid}/limits")
+        self.assertRegex(limits, rf"Max data size +{memory} +{memory} ")
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # An upper has no bound of its own.
+        self.assertRegex(limits, rf"Max open files +\d+ +{min(hard, descriptors)} ")
 
     def assert_status(self, pid, **wanted):
         """Lines of /proc/PID/status, and the limit of core dumps."""
@@ -177,10 +199,10 @@ class Commands(Sandboxed):
                         "--sandbox", "require", env=self.inside("connect", f"r{ANY_FILE}"))
         self.assertTrue(done.out == CONTENT)
         results = self.results()
-        worked = {name for name, number in results.items() if number not in REFUSED}
-        possible = POSSIBLE_IN_SERVICES - MOUNTS | {"fork", "execve", f"r{ANY_FILE}"}
-        self.assertLessEqual(worked, possible)
-        self.assertLessEqual({"socket_tcp", "connect", f"r{ANY_FILE}"}, worked)
+        possible = (POSSIBLE_IN_SERVICES - MOUNTS - {"memory"}
+                    | LIMITS | {"fork", "execve", f"r{ANY_FILE}"})
+        self.assertLessEqual(worked(results), possible)
+        self.assertLessEqual({"socket_tcp", "connect", f"r{ANY_FILE}"}, worked(results))
 
     def test_map_only_shows_the_map(self):
         self.check("map", self.image)
@@ -283,6 +305,7 @@ class Serve(Sandboxed):
                 self.assertEqual(self.listed(pid)["sandbox"], PARTS)
                 self.assert_refused(allowed=allowed)
                 self.assert_status(pid)
+                self.assert_limits(pid, most_memory())
             if name != self.image:
                 client.pwrite(b"x" * 5000, 100)
                 client.flush()
@@ -361,6 +384,8 @@ class Mount(Sandboxed):
                 self.assert_refused(allowed)
                 pid = stats["process"]["pid"]
                 self.assert_status(pid)
+                descriptors = 1 << (20 if capabilities == OF_UPPERS else 16)
+                self.assert_limits(pid, most_memory(), descriptors)
                 have = re.search(r"CapEff:\s*(\w+)", read_text(f"/proc/{pid}/status"))[1]
                 self.assertEqual(int(have, 16) & ~capabilities, 0)
             self.assertTrue(run("cat", f"{where}/other", user=user).out == CONTENT[::-1])
@@ -659,9 +684,7 @@ class Service(Sandboxed):
 
     def assert_only(self, kept):
         """Root: the process could do exactly this."""
-        results = self.results()
-        worked = {name for name, number in results.items() if number not in REFUSED}
-        self.assertEqual(worked, kept)
+        self.assertEqual(worked(self.results()), kept)
 
 
 class Pool(Service):
@@ -743,6 +766,7 @@ class Pool(Service):
             starter, fetcher = processes.pop("bcow-starter"), processes.pop("bcow-fetcher")
             self.assertEqual(processes, {})
             self.assert_status(fetcher, CapEff=mask([2]), CapPrm=mask([2]), CapBnd=of_helpers)
+            self.assert_limits(fetcher, most_memory("0M"), 1 << 20)
             supervisor = re.search(r"PPid:\s*(\d+)", read_text(f"/proc/{stats['pid']}/status"))[1]
             for helper in (supervisor, starter):
                 self.assert_status(helper, CapEff=of_helpers, CapPrm=of_helpers, CapBnd=of_helpers)
@@ -758,8 +782,7 @@ class Pool(Service):
         with self.pool() as (where, stats):
             self.assertEqual(stats["sandbox"], PARTS_OF_SERVICES)
             results = self.results()
-            worked = {name for name, number in results.items() if number not in REFUSED}
-            self.assertLessEqual(worked, POSSIBLE_IN_POOLS | {f"r{ANY_FILE}"})
+            self.assertLessEqual(worked(results), POSSIBLE_IN_POOLS | {f"r{ANY_FILE}"})
             self.assert_status(stats["pid"], CapEff="0" * 16)
             self.work(where)
 
@@ -802,7 +825,7 @@ class Programs(Service):
         process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
         try:
             until(lambda: is_ready() or process.poll() is not None, "it is ready")
-            self.assert_only(POSSIBLE_IN_SERVICES | {"fork", "execve", f"r{ANY_FILE}"})
+            self.assert_only(POSSIBLE_IN_SERVICES | LIMITS | {"fork", "execve", f"r{ANY_FILE}"})
             kept = mask(CAPABILITIES + OF_PROGRAMS)
             self.assert_status(process.pid, CapEff=kept, CapPrm=kept, CapBnd=kept)
         finally:
@@ -866,4 +889,4 @@ class Attach(unittest.TestCase):
             for name in ("signal", "w/tmp/outside", f"r{ANY_FILE}"):
                 self.assertEqual(results.pop(name), 0)
         self.assertEqual(set(service["sandbox"]), parts)
-        self.assertEqual({name for name, number in results.items() if number not in REFUSED}, set())
+        self.assertEqual(worked(results), set())

@@ -117,7 +117,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let driver = Driver::open().map_err(|error| driver_failure(&error))?;
     let sandbox = args
         .sandbox
-        .begin_with_sockets([&args.image], &args.stores)?;
+        .begin_with_sockets([&args.image], &args.stores, args.cache_size)?;
     let mut served = Served::default();
     let opening = DeviceOptions {
         stores: &args.stores,

@@ -182,7 +182,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     // Before the sandbox, which refuses the copy of a descriptor.
     let waiting = Waiting::open(args.listen.ready_fd)?;
     let images = named.iter().map(|(_, image)| image);
-    let sandbox = args.sandbox.begin_with_sockets(images, &args.stores)?;
+    let sandbox = args
+        .sandbox
+        .begin_with_sockets(images, &args.stores, args.cache_size)?;
     let mut served = Served::default();
     let opening = DeviceOptions {
         stores: &args.stores,

@@ -29,16 +29,18 @@ impl SandboxArgs {
         images: impl IntoIterator<Item = &'n Name>,
         stores: &StoreArgs,
     ) -> Result<Sandbox, CommandError> {
-        self.begin_for(images, stores, OF_NEW_VIEWS, Sockets::OfOpenOnes)
+        self.begin_for(images, stores, OF_NEW_VIEWS, Sockets::OfOpenOnes, 0)
     }
 
-    /// The same for a process that makes sockets until it has its whole sandbox.
+    /// The same for a process that makes sockets until it has its whole sandbox, and has a cache of
+    /// this many bytes.
     pub fn begin_with_sockets<'n>(
         &self,
         images: impl IntoIterator<Item = &'n Name>,
         stores: &StoreArgs,
+        cache: u64,
     ) -> Result<Sandbox, CommandError> {
-        self.begin_for(images, stores, OF_NEW_VIEWS, Sockets::UntilTheEnd)
+        self.begin_for(images, stores, OF_NEW_VIEWS, Sockets::UntilTheEnd, cache)
     }
 
     /// The same for a process that opens these images when it has its whole sandbox.
@@ -47,7 +49,7 @@ impl SandboxArgs {
         images: impl IntoIterator<Item = &'n Name>,
         stores: &StoreArgs,
     ) -> Result<Sandbox, CommandError> {
-        self.begin_for(images, stores, Attributes::Refused, Sockets::OfOpenOnes)
+        self.begin_for(images, stores, Attributes::Refused, Sockets::OfOpenOnes, 0)
     }
 
     fn begin_for<'n>(
@@ -56,12 +58,13 @@ impl SandboxArgs {
         stores: &StoreArgs,
         attributes: Attributes,
         sockets: Sockets,
+        cache: u64,
     ) -> Result<Sandbox, CommandError> {
         if !self.prepare(images, stores)? {
             return Ok(Sandbox::off());
         }
         let attributes = stores.remote.rights().attributes.max(attributes);
-        self.begin_changing(attributes, sockets)
+        self.begin_changing(attributes, sockets, cache)
     }
 
     /// Starts the process that makes connections for one that opens these images, if they may need
@@ -80,13 +83,15 @@ impl SandboxArgs {
         }
     }
 
-    /// Begins the sandbox of a process that needs no network, and changes these attributes.
+    /// Begins the sandbox of a process that needs no network, changes these attributes, and has a
+    /// cache of this many bytes.
     pub fn begin_changing(
         &self,
         attributes: Attributes,
         sockets: Sockets,
+        cache: u64,
     ) -> Result<Sandbox, CommandError> {
-        Sandbox::begin(self.when.sandbox, attributes, sockets).context(cannot)
+        Sandbox::begin(self.when.sandbox, attributes, sockets, Some(cache)).context(cannot)
     }
 
     /// The process gets no sandbox, which is an error if the user requires one.

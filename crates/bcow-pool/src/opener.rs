@@ -151,7 +151,7 @@ pub fn run(link: &Link, sandbox: When) {
 
 /// Gives up everything: to open a file as a backing, a path below a descriptor is enough.
 fn confine(when: When) -> Result<(), SandboxError> {
-    let mut sandbox = Sandbox::begin(when, Attributes::Refused, Sockets::Messages)?;
+    let mut sandbox = Sandbox::begin(when, Attributes::Refused, Sockets::Messages, None)?;
     sandbox.confine(&[], CapabilitySet::empty())?;
     sandbox.finish(Attributes::Refused)
 }

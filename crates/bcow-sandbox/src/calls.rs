@@ -95,11 +95,12 @@ const DANGEROUS: &[c_long] = &[
     libc::SYS_modify_ldt,
 ];
 
-/// Calls that start programs and processes, and choose their CPUs. Threads are possible.
+/// Calls that start programs and processes, and choose their CPUs and limits. Threads are possible.
 const PROGRAMS: &[c_long] = &[
     libc::SYS_execve,
     libc::SYS_execveat,
     libc::SYS_sched_setaffinity,
+    libc::SYS_setrlimit,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_fork,
     #[cfg(target_arch = "x86_64")]
@@ -281,9 +282,14 @@ impl Refused {
         Ok(refused)
     }
 
-    /// [`PROGRAMS`] and new processes.
+    /// [`PROGRAMS`], new processes and limits, also of this process: some keep the capability to
+    /// raise limits.
     fn programs(&mut self) -> Result<(), Error> {
         self.always(PROGRAMS);
+        let limits = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
+        let is_other_process = rule(0, SeccompCmpOp::Ne, 0)?;
+        let rules = vec![SeccompRule::new(vec![limits])?, is_other_process];
+        self.if_one_applies(libc::SYS_prlimit64, rules);
         let is_no_thread = SeccompCmpOp::MaskedEq(libc::CLONE_THREAD as u64);
         self.if_one_applies(libc::SYS_clone, vec![rule(0, is_no_thread, 0)?]);
         Ok(())

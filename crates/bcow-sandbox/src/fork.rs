@@ -149,6 +149,7 @@ fn close_listed_but(kept: &[RawFd]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::alone::is_alone;
 
     #[test]
     fn other_threads_are_noticed() {
@@ -171,20 +172,6 @@ mod tests {
         assert_eq!(status, 0);
         drop(end);
         assert!(other.join().unwrap());
-    }
-
-    /// Runs the test of this name again, in a process of its own, where this variable has a value.
-    /// Returns whether this is that process.
-    fn is_alone(test: &str, marked: &str) -> bool {
-        if std::env::var(marked).is_ok() {
-            return true;
-        }
-        let this = std::env::current_exe().unwrap();
-        let mut again = std::process::Command::new(this);
-        again.args([test, "--test-threads", "1"]);
-        let done = again.env(marked, "a secret").status().unwrap();
-        assert!(done.success());
-        false
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //!
 //! fn enter() -> Result<Vec<String>, SandboxError> {
 //!     let attributes = Attributes::Refused;
-//!     let mut sandbox = Sandbox::begin(When::Require, attributes, Sockets::OfOpenOnes)?;
+//!     let mut sandbox = Sandbox::begin(When::Require, attributes, Sockets::OfOpenOnes, Some(0))?;
 //!     let readable = ("/srv/images".into(), Access::Read);
 //!     sandbox.confine(&[readable], CapabilitySet::empty())?;
 //!     sandbox.finish(attributes)?;
@@ -15,8 +15,8 @@
 //!
 //! A process enters the sandbox in steps, since it needs some rights to open its files and sockets:
 //!
-//! 1. [`Sandbox::begin`]: no new privileges, no core dumps, and no system call of [`calls`] any
-//!    more; no sockets if the process needs no further ones.
+//! 1. [`Sandbox::begin`]: no new privileges, no core dumps, bounds for memory and descriptors, and
+//!    no system call of [`calls`] any more; no sockets if the process needs no further ones.
 //! 2. [`Sandbox::confine`]: only named files can be opened from now on, and only named capabilities
 //!    stay. The process must have one thread: both belong to a thread, and later threads inherit
 //!    them.
@@ -25,9 +25,12 @@
 //!
 //! What is open stays open in each step.
 
+#[cfg(test)]
+mod alone;
 mod calls;
 mod files;
 pub mod fork;
+mod limits;
 
 use std::io;
 use std::path::PathBuf;
@@ -35,7 +38,6 @@ use std::time::{Duration, Instant};
 
 use landlock::RulesetError;
 use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 pub use rustix::thread::CapabilitySet;
 use rustix::thread::{
     CapabilitySets, remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
@@ -172,6 +174,8 @@ pub enum SandboxError {
     Privileges(io::Error),
     #[error("the process cannot give up core dumps: {0}")]
     CoreDumps(io::Error),
+    #[error("the process cannot lower its limits: {0}")]
+    Limits(io::Error),
     #[error("the process cannot give up capabilities: {0}")]
     Capabilities(io::Error),
     #[error("system calls cannot be refused (seccomp)")]
@@ -199,18 +203,31 @@ impl Sandbox {
         }
     }
 
-    /// The first step. It concerns this thread and those that it starts. `attributes` are those
-    /// that the process changes from now on.
+    /// The first step. It concerns this thread and those that it starts, and the limits concern
+    /// the process. `attributes` are those that the process changes from now on. `cache` is the
+    /// size of its cache in bytes, for the limits. Without it there are none: for a process with
+    /// threads for many mounts, whose stacks would count.
     pub fn begin(
         when: When,
         attributes: Attributes,
         sockets: Sockets,
+        cache: Option<u64>,
     ) -> Result<Self, SandboxError> {
         let mut sandbox = Sandbox {
             when,
             ..Sandbox::off()
         };
         sandbox.give_up()?;
+        if let Some(cache) = cache {
+            sandbox.part("limits", || {
+                limits::bound_memory(cache)?;
+                match attributes {
+                    // An upper can have many open files.
+                    Attributes::OfAllFiles => Ok(()),
+                    Attributes::Refused | Attributes::OfOpenFiles => limits::bound_descriptors(),
+                }
+            })?;
+        }
         let refuse = || Ok(calls::refuse_dangerous(attributes, sockets)?);
         if sandbox.part("calls", refuse)? {
             (sandbox.sockets, sandbox.attributes) = (sockets, attributes);
@@ -226,6 +243,13 @@ impl Sandbox {
             ..Sandbox::off()
         };
         sandbox.give_up()?;
+        match service {
+            // The threads of many mounts have many stacks, and programs have caches of their own.
+            Service::Mounts | Service::Programs => {}
+            Service::Devices | Service::Connections => {
+                sandbox.part("limits", || limits::bound_memory(0))?;
+            }
+        }
         let has_no_sockets = sandbox.part("calls-partly", || {
             require_one_thread()?;
             Ok(calls::refuse_to_service(service)?)
@@ -265,7 +289,8 @@ impl Sandbox {
         self.part("no-new-privileges", || {
             set_no_new_privs(true).map_err(|errno| SandboxError::Privileges(errno.into()))
         })?;
-        self.part("no-core-dumps", refuse_core_dumps).map(drop)
+        self.part("no-core-dumps", limits::refuse_core_dumps)
+            .map(drop)
     }
 
     /// The second step.
@@ -355,20 +380,6 @@ fn keep_capabilities(kept: CapabilitySet) -> Result<(), SandboxError> {
         inheritable: CapabilitySet::empty(),
     };
     Ok(set_capabilities(None, sets)?)
-}
-
-/// A core dump would have the content of images. With a limit of one byte, the kernel also starts
-/// no program that stores core dumps; with zero, it starts such a program, and tells it the limit.
-/// A process may be unable to raise a limit of zero, which sudo(8) sets.
-fn refuse_core_dumps() -> Result<(), SandboxError> {
-    let least = Rlimit {
-        current: Some(1),
-        maximum: Some(1),
-    };
-    match setrlimit(Resource::Core, least) {
-        Err(Errno::PERM) if getrlimit(Resource::Core).maximum == Some(0) => Ok(()),
-        set => set.map_err(|errno| SandboxError::CoreDumps(errno.into())),
-    }
 }
 
 fn require_one_thread() -> Result<(), SandboxError> {

@@ -17,7 +17,9 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/ipc.h>
+#include <sys/mman.h>
 #include <sys/ptrace.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -66,6 +68,26 @@ static void started(const char *name, long pid)
     note(name, pid);
     if (pid > 0)
         waitpid(pid, NULL, 0);
+}
+
+/* More memory than any machine has, which is not used. */
+static void try_memory(void)
+{
+    const size_t bytes = (size_t)1 << 44;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    note("memory", memory == MAP_FAILED ? -1 : 0);
+    if (memory != MAP_FAILED)
+        munmap(memory, bytes);
+}
+
+/* The limits stay as they are. */
+static void try_limits(void)
+{
+    struct rlimit limit;
+    getrlimit(RLIMIT_NOFILE, &limit);
+    note("setrlimit", syscall(SYS_setrlimit, RLIMIT_NOFILE, &limit));
+    note("set_own_limit", syscall(SYS_prlimit64, 0, RLIMIT_NOFILE, &limit, NULL));
 }
 
 static void try_paths(void)
@@ -117,6 +139,8 @@ static void try_all(void)
     note("semget", syscall(SYS_semget, IPC_PRIVATE, -1, 0));
     note("mq_open", syscall(SYS_mq_open, NULL, O_RDONLY, 0, NULL));
     note("prlimit", syscall(SYS_prlimit64, 1, 9999, NULL, NULL));
+    try_limits();
+    try_memory();
     note("setpriority", syscall(SYS_setpriority, 9999, 0, 0));
     note("sched_setattr", syscall(SYS_sched_setattr, -1, NULL, 0));
     if (!strcmp(changes, "none")) {

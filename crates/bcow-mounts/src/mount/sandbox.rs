@@ -201,7 +201,9 @@ impl Confined {
         sandbox::seal(&args.stores)?;
         let remote = args.stores.remote.rights();
         rights.attributes = rights.attributes.max(remote.attributes);
-        let mut entered = args.sandbox.begin_changing(rights.attributes, sockets)?;
+        let mut entered =
+            args.sandbox
+                .begin_changing(rights.attributes, sockets, args.cache_size)?;
         let mut capabilities = rights.capabilities;
         let written = [args.log_file.as_deref(), args.record.as_deref()];
         let written = written.into_iter().flatten();
