@@ -18,6 +18,15 @@ SCRIPT = ("n=0; while n=$((n + 1)); do echo more >>/log; test $(wc -l </log) = $
           "rm -f /ask; sleep 0.05; done")
 
 
+def children(pid):
+    """The processes that a process has started."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError):
+            found += map(int, support.read_text(f"/proc/{pid}/task/{thread}/children").split())
+    return found
+
+
 class Kills:
     """For a test with containerd and a snapshotter (test_snapshotter.WithContainerd)."""
 
@@ -109,6 +118,7 @@ class Kills:
             self.ctr("images", "rm", "--sync", name)
         client = self.snapshotter.client
         support.until(lambda: not client.List(), "containerd removes all snapshots")
+        self.kill_left_shims()
         self.assert_only(client)
         self.assertEqual(self.names("layers"), [])
         self.assert_nothing_is_mounted()
@@ -116,9 +126,17 @@ class Kills:
         support.until(lambda: not self.services(), "the processes of the mounts end")
         if "--pool" in self.snapshotter.options:
             self.assertEqual(self.pool_mounts(), [])
-        # containerd that is killed when it starts a shim leaves it.
-        for pid in self.shims():
-            os.kill(pid, signal.SIGKILL)
+
+    def kill_left_shims(self):
+        """containerd that is killed when it starts a shim leaves it, and the shim may have made a
+        container already. Its process waits for ever, and uses the upper of a removed snapshot."""
+        left = self.shims()
+        for pid in left:
+            # A child that is begun meanwhile is listed too.
+            left.extend(child for child in children(pid) if child not in left)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def shims(self):
         found = []
