@@ -727,6 +727,72 @@ exec {BCOW} "$@"
             self.assertEqual(read_bytes(os.path.join(where, "new")), b"new")
         self.assert_sound(where)
 
+    @promise("The upper of a mount of a pool can be moved while the mount is in use")
+    def test_an_upper_that_was_moved_is_found(self):
+        where, name = self.change(), self.upper
+        # A snapshot that an engine has removed, while a container ends.
+        detached = self.mount("--upper", os.path.join(self.pools, "removed"), image=self.programs)
+        used = os.open(detached, os.O_PATH | os.O_DIRECTORY)
+        self.addCleanup(os.close, used)
+        run("umount", "-l", detached)
+        steps = (lambda: self.bcow("pool", "restart", "pool"), self.kill, self.kill)
+        for number, step in enumerate(steps):
+            moved = os.path.join(self.pools, f"moved{number}")
+            os.rename(self.upper, moved)
+            os.rename(os.path.join(self.pools, f"removed{number or ''}"),
+                      os.path.join(self.pools, f"removed{number + 1}"))
+            self.upper = moved
+            if number == 1:
+                # Another upper, of the same image, has the earlier name.
+                other = self.mount("--upper", name, image=self.programs)
+                write_file(os.path.join(other, "other"), b"")
+                self.bcow("umount", other)
+            for place in (where, f"/proc/self/fd/{used}"):
+                write_file(os.path.join(place, "0/d0/f0"), b"%d" % number)
+            step()
+            for place in (where, f"/proc/self/fd/{used}"):
+                self.assertEqual(read_bytes(os.path.join(place, "0/d0/f0")), b"%d" % number)
+                self.assertFalse(os.path.exists(os.path.join(place, "other")))
+                write_file(os.path.join(place, f"new{number}"), b"")
+            self.assertTrue(os.path.exists(os.path.join(self.upper, f"new{number}")))
+            self.assertEqual(self.services()[os.path.realpath(where)]["upper"], self.upper)
+            self.assertEqual(os.path.exists(name), number > 0)
+        self.assert_sound(where)
+
+    @promise("Until the next process serves a mount, no other process can open its upper or its "
+             "disk for writing")
+    def test_an_upper_stays_locked_while_no_process_serves_it(self):
+        """The program that takes over first tries to change the upper, as another process could."""
+        self.bcow("pool", "stop", "pool")
+        program = self.start_of("program")
+        outer = os.path.join(self.pools, "outer")
+        os.mkdir(outer)
+        self.upper = os.path.join(outer, "upper")
+        where, tried = self.change(), os.path.join(self.pools, "tried")
+        changes = ([BCOW, "fsck", "--repair", self.upper, self.programs],
+                   [BCOW, "mount", "--upper", self.upper, self.programs, self.place()])
+        os.remove(program)
+        lines = [f"{' '.join(change)} 2>>{tried} || echo failed >>{tried}" for change in changes]
+        write_file(program, "\n".join(["#!/bin/sh", *lines, f'exec {BCOW} "$@"']) + "\n")
+        os.chmod(program, 0o755)
+        for step in (lambda: self.bcow("pool", "restart", "pool"), self.kill):
+            with open(os.path.join(where, "0/large"), "r+b") as file:
+                file.write(b"changed")
+                step()
+                file.seek(1 << 20)
+                file.write(b"changed")
+            self.assertEqual(read_bytes(tried).count(b"failed"), len(changes), read_bytes(tried))
+            os.remove(tried)
+            self.assertEqual(read_bytes(os.path.join(where, "0/large"))[:7], b"changed")
+        # It names the process that has the lock now, not the one that took it.
+        refused = self.bcow(*changes[0][1:], check=False)
+        assert_refused(self, refused, self.upper, rf"process {self.pid()} \(", code=8)
+        self.assertNotIn(b"has ended", refused.err)
+        # An upper around it is refused, although the list of locks names a process that has ended.
+        around = self.bcow("mount", "--upper", outer, self.programs, self.place(), check=False)
+        assert_refused(self, around, self.upper)
+        self.assert_sound(where)
+
     def test_fsx_finds_no_error(self):
         need("fsx")
         where = self.change()
@@ -1085,7 +1151,8 @@ class KernelDriver(PoolCase):
         self.fail_again_and_again()
         self.assertFalse(is_mounted(where))
 
-    @promise("Until then, no other process can open the disk for writing")
+    @promise("Until the next process serves a mount, no other process can open its upper or its "
+             "disk for writing")
     def test_a_disk_stays_locked_while_no_process_serves_it(self):
         """The program that takes over first tries to change the disk, as another process could."""
         self.bcow("pool", "stop", "pool")
@@ -1115,6 +1182,25 @@ class KernelDriver(PoolCase):
         # It is free when the mount has ended.
         self.bcow("umount", where)
         self.bcow("resize", "--backing-dir", self.directory, disk, "2G")
+        self.bcow("pool", "stop", "--force", "pool")
+        self.assert_sound(self.upper)
+
+    @promise("The upper of a mount of a pool can be moved while the mount is in use")
+    def test_an_upper_that_was_moved_is_found(self):
+        where, name = self.change(), self.upper
+        for number, step in enumerate((lambda: self.bcow("pool", "restart", "pool"), self.kill)):
+            moved = os.path.join(self.pools, f"moved{number}")
+            os.rename(self.upper, moved)
+            self.upper = moved
+            write_file(os.path.join(where, "new"), b"%d" % number)
+            step()
+            self.assertEqual(read_bytes(os.path.join(where, "new")), b"%d" % number)
+            self.assertEqual(self.services()[os.path.realpath(where)]["upper"], self.upper)
+            self.assertFalse(os.path.exists(name))
+        write_file(os.path.join(where, "new"), b"last")
+        self.bcow("umount", where)
+        self.change(where=where)
+        self.assertEqual(read_bytes(os.path.join(where, "new")), b"last")
         self.bcow("pool", "stop", "--force", "pool")
         self.assert_sound(self.upper)
 

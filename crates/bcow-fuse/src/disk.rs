@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bcow::BlockDevice;
 use bcow::operation::LiveDisk;
+use bcow_union::HeldUpper;
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
@@ -51,6 +52,8 @@ pub struct DiskMount {
     pub path: PathBuf,
     /// The upper that the disk belongs to.
     pub upper: Option<PathBuf>,
+    /// The same, for another process; `None` if none shall continue.
+    pub held: Option<HeldUpper>,
     /// Whether flushes are honoured.
     pub barriers: Barriers,
     /// What another process needs to continue with the disk; `None` if none shall.

@@ -28,6 +28,7 @@ use bcow::operation::{LiveDisk, Monitor, Removed, SnapshotError};
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, HEAD_BYTES, Settings};
 use bcow_mount::{Access, Freezer, HiddenMount, HiddenName, run_apart};
+use bcow_union::HeldUpper;
 use bcow_union::errors::ErrorLog;
 use bcow_union::log::{self, Severity};
 use parking_lot::Mutex;
@@ -77,6 +78,8 @@ pub struct KernelSession {
     disk: Option<Arc<LiveDisk>>,
     path: PathBuf,
     files: Arc<KeptFiles>,
+    /// The upper, for another process.
+    held: Option<Arc<HeldUpper>>,
     outcome: Arc<Outcome>,
     release: Arc<Release>,
     /// Whether another process has the descriptors of the hidden mount.
@@ -105,6 +108,7 @@ pub struct DiskSnapshots {
 pub struct DiskStopper {
     mount: Arc<KernelMount>,
     disk: Weak<LiveDisk>,
+    held: Weak<HeldUpper>,
     release: Arc<Release>,
     path: PathBuf,
 }
@@ -237,6 +241,7 @@ impl KernelSession {
             place,
             agreed,
             disk: _,
+            upper: _,
             outcome,
         } = handover;
         let kind = detect(disk.device.block_device())?;
@@ -295,6 +300,7 @@ impl KernelSession {
             disk: writable,
             path: disk.path,
             files: Arc::new(KeptFiles(Mutex::new(disk.files))),
+            held: disk.held.map(Arc::new),
             outcome: Arc::new(outcome),
             release: Arc::new(Release(Mutex::new(disk.on_closed))),
             is_shared: AtomicBool::new(false),
@@ -309,6 +315,8 @@ impl KernelSession {
             (_, files) => files.as_ref().map(DiskFiles::try_clone).transpose(),
         };
         let disk = disk.map_err(MountError::process("duplicate a descriptor"))?;
+        let upper = self.held.as_deref().map(HeldUpper::try_clone).transpose();
+        let upper = upper.map_err(MountError::process("duplicate a descriptor"))?;
         let outcome = self.outcome.hand_over()?;
         let descriptors = self.service.descriptors().duplicate()?;
         self.is_shared.store(descriptors.is_some(), Relaxed);
@@ -318,6 +326,7 @@ impl KernelSession {
             place: self.mount.place.clone(),
             agreed: self.service.descriptors().agreed(),
             disk,
+            upper,
             outcome: Some(outcome),
         }))
     }
@@ -331,6 +340,7 @@ impl KernelSession {
         can_be_handed_over.then(|| DiskStopper {
             mount: Arc::clone(&self.mount),
             disk: Arc::downgrade(disk),
+            held: self.held.as_ref().map_or_else(Weak::new, Arc::downgrade),
             release: Arc::clone(&self.release),
             path: self.path.clone(),
         })
@@ -420,8 +430,9 @@ impl KernelSession {
             // After `let_go`, no other process can continue. The close reports the error.
             let _ = disk.flush();
         }
-        // It has the lock of the disk too.
+        // They have the locks of the disk and of the upper too.
         *self.files.0.lock() = None;
+        self.held = None;
         let_go();
         self.is_shared.store(false, Relaxed);
         let served = self.service.stop();
@@ -643,6 +654,11 @@ impl DiskSnapshots {
 }
 
 impl DiskStopper {
+    /// The upper of the mount; `None` if it has none, or has ended.
+    pub fn upper(&self) -> Option<Arc<HeldUpper>> {
+        self.held.upgrade()
+    }
+
     /// Makes everything durable in tables, while requests continue: a [`DiskStopper::stop`] that
     /// follows has less to do and rarely fails.
     pub fn prepare(&self) -> Result<(), MountError> {

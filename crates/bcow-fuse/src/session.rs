@@ -213,10 +213,15 @@ impl Session {
     /// What another process needs to take the mount over when this process has ended. `None` for a
     /// mount with an upper that has no ledger, and on a kernel before Linux 6.9.
     pub fn hand_over(&self) -> Result<Option<Handover>, MountError> {
-        let (ledger, outcome) = match &self.union {
-            None => (None, None),
+        let (ledger, upper, outcome) = match &self.union {
+            None => (None, None, None),
             Some(closing) if closing.union.ledger().is_none() => return Ok(None),
-            Some(closing) => (self.ledger()?, Some(closing.outcome.hand_over()?)),
+            Some(closing) => {
+                let upper = closing.union.hold_upper();
+                let upper = upper.map_err(MountError::process("duplicate a descriptor"))?;
+                let outcome = closing.outcome.hand_over()?;
+                (self.ledger()?, Some(upper), Some(outcome))
+            }
         };
         let mount = self.mount.lock();
         if !takeover::resend(mount.connection())? {
@@ -228,6 +233,7 @@ impl Session {
             device: mount.device().map(str::to_owned),
             agreed: self.agreed.load(Ordering::Relaxed),
             ledger,
+            upper,
             outcome,
         }))
     }

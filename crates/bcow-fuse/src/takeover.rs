@@ -13,6 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
+use bcow_union::HeldUpper;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -35,6 +36,8 @@ pub struct Handover {
     pub agreed: u64,
     /// The ledger of the upper, if the mount has one: see [`bcow_union::fs::UnionFs::take_over`].
     pub ledger: Option<OwnedFd>,
+    /// The upper, if the mount has one. The process that takes over has opened it again already.
+    pub upper: Option<HeldUpper>,
     /// The pipe for the outcome, if the mount has an upper. `bcow umount` may have it open.
     pub outcome: Option<OwnedFd>,
 }

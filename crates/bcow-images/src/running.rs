@@ -267,8 +267,8 @@ pub fn has_closing_thread(pid: u32) -> bool {
     })
 }
 
-/// The processes that hold a flock(2) lock on the file at `path`, as far as this process can see
-/// them.
+/// The processes that took a flock(2) lock on the file at `path`, as far as this process can see
+/// them. One that has ended, and has left the lock to another process, is not among them.
 pub fn lock_holders(path: &Path) -> Vec<u32> {
     let Ok(metadata) = path.metadata() else {
         return Vec::new();
@@ -283,7 +283,9 @@ pub fn lock_holders(path: &Path) -> Vec<u32> {
     let locks = held_locks();
     let holders = locks.iter().filter(|lock| lock.file == place);
     let pids: BTreeSet<u32> = holders.map(|lock| lock.pid).collect();
-    pids.into_iter().collect()
+    pids.into_iter()
+        .filter(|&pid| state(pid).is_some())
+        .collect()
 }
 
 /// One line for each process that uses the disk at `path`, or the upper whose lock file is at
@@ -291,7 +293,8 @@ pub fn lock_holders(path: &Path) -> Vec<u32> {
 pub fn describe_lock_holders(path: &Path) -> Vec<String> {
     let mut pids = lock_holders(path);
     if pids.is_empty() {
-        // Some file systems have another device number in /proc/locks than their files have.
+        // The process that took the lock may have left it to another one. And some file systems
+        // have another device number in /proc/locks than their files have.
         pids = servers()
             .into_iter()
             .filter(|server| server.services.iter().any(|service| uses(service, path)))

@@ -263,6 +263,13 @@ fn parse_sync(text: &str) -> Result<SyncPolicy, String> {
     }
 }
 
+impl MountArgs {
+    /// Another path of the upper, which was moved.
+    pub fn set_upper(&mut self, path: PathBuf) {
+        self.upper.upper = Some(path);
+    }
+}
+
 impl UpperArgs {
     /// The upper, if the mount has one.
     pub(crate) fn path(&self) -> Option<&Path> {

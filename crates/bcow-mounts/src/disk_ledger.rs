@@ -8,6 +8,7 @@ use std::sync::Arc;
 use bcow::Ledger;
 use bcow_fuse::kernel::DiskFiles;
 use bcow_images::error::{CommandError, Context};
+use bcow_union::HeldUpper;
 use rustix::fs::MemfdFlags;
 
 /// Where a disk has its ledger.
@@ -17,8 +18,9 @@ pub enum LedgerUse<'a> {
     None,
     /// In a new memory file.
     New,
-    /// In that of a process that has ended. This process continues with its files.
-    Continue(&'a DiskFiles),
+    /// In that of a process that has ended. This process continues with its files, and with its
+    /// upper if the mount has one and it was kept.
+    Continue(&'a DiskFiles, Option<&'a HeldUpper>),
 }
 
 pub struct OpenLedger {
@@ -49,7 +51,7 @@ impl LedgerUse<'_> {
                 let (memory, ledger) = new_ledger().context(cannot)?;
                 return Ok(Some(OpenLedger { memory, ledger }));
             }
-            LedgerUse::Continue(files) => files.ledger.try_clone().context(cannot)?,
+            LedgerUse::Continue(files, _) => files.ledger.try_clone().context(cannot)?,
         };
         let storage = Arc::new(File::from(memory.try_clone().context(cannot)?));
         let ledger = Arc::new(Ledger::open(storage).context(cannot)?);
@@ -59,12 +61,22 @@ impl LedgerUse<'_> {
     /// The file of the disk, if another process has kept it.
     pub fn kept_file(self) -> Result<Option<File>, CommandError> {
         match self {
-            LedgerUse::Continue(files) => files
+            LedgerUse::Continue(files, _) => files
                 .file
                 .try_clone()
                 .map(|file| Some(file.into()))
                 .context(|| "cannot continue with the disk"),
             LedgerUse::None | LedgerUse::New => Ok(None),
+        }
+    }
+}
+
+impl<'a> LedgerUse<'a> {
+    /// The upper, if another process has kept it.
+    pub fn kept_upper(self) -> Option<&'a HeldUpper> {
+        match self {
+            LedgerUse::Continue(_, upper) => upper,
+            LedgerUse::None | LedgerUse::New => None,
         }
     }
 }

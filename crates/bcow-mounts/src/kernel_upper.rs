@@ -62,7 +62,10 @@ pub fn open_or_begin(
         view_of(image, size_of_new, options)?;
     }
     let kept = ledger_use.kept_file()?;
-    let opened = open(&mut || DiskInstance::open(path, named, note, kept.as_ref()));
+    let opened = open(&mut || match &kept {
+        Some(disk) => DiskInstance::open_again(path, named, note, disk, ledger_use.kept_upper()),
+        None => DiskInstance::open(path, named, note),
+    });
     let mut instance = opened.map_err(|error| cannot_use(&error))?;
     let views = views(image, options)?;
     if instance.disk().is_none() {

@@ -274,6 +274,7 @@ fn read_kept(bytes: &[u8]) {
             let has = [
                 kept.companion.is_some(),
                 kept.disk.is_some(),
+                kept.upper.is_some(),
                 kept.outcome.is_some(),
             ];
             (number, kept.device.clone(), kept.is_disk, has)

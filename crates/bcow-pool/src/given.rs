@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use bcow_fuse::Handover;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_fuse::shared::SharedHandover;
+use bcow_union::HeldUpper;
 
 use crate::link::{Link, Packet, Wait};
 
@@ -28,6 +29,8 @@ pub struct Kept {
     pub is_disk: bool,
     /// The ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
     pub companion: Option<OwnedFd>,
+    /// The upper of the mount, if it has one. Closed before the pipe: the upper is unlocked then.
+    pub upper: Option<HeldUpper>,
     /// The pipe for the outcome. Closed last: another process may use the upper or the disk then.
     pub outcome: Option<OwnedFd>,
 }
@@ -48,6 +51,9 @@ impl Kept {
             let descriptors = [disk.file.as_fd(), disk.ledger.as_fd()];
             link.send(&Packet::Disk { number }, &descriptors)?;
         }
+        if let Some(upper) = &self.upper {
+            link.send(&Packet::Upper { number }, &upper.descriptors())?;
+        }
         if let Some(outcome) = &self.outcome {
             link.send(&Packet::Outcome { number }, &[outcome.as_fd()])?;
         }
@@ -67,6 +73,7 @@ impl Kept {
                 device: self.device,
                 agreed: 0,
                 ledger: None,
+                upper: None,
                 outcome: None,
             };
             handover.unmount();
@@ -98,6 +105,7 @@ pub fn take(
                 is_disk,
                 companion: None,
                 disk: None,
+                upper: None,
                 outcome: None,
             };
             mounts.insert(number, kept);
@@ -117,6 +125,12 @@ pub fn take(
                     file: next()?,
                     ledger: next()?,
                 });
+            }
+        }
+        Packet::Upper { number } => {
+            if let Some(kept) = mounts.get_mut(&number) {
+                let (root, lock) = (next()?, next()?);
+                kept.upper = Some(HeldUpper::from_descriptors(root, lock));
             }
         }
         Packet::Outcome { number } => {

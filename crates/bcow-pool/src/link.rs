@@ -87,6 +87,12 @@ pub enum Packet {
         /// The number of the mount.
         number: u64,
     },
+    /// After [`Packet::Keep`]: the root directory of the upper, and its lock file, which stays
+    /// locked.
+    Upper {
+        /// The number of the mount.
+        number: u64,
+    },
     /// To the supervisor: the mount has ended.
     Release {
         /// The number of the mount.

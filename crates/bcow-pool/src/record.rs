@@ -9,8 +9,11 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use bcow_fuse::kernel::{DiskHandover, LoopMount};
+use bcow_images::error::CommandError;
 use bcow_images::running::Service;
 use bcow_mount::HiddenName;
+use bcow_mounts::MountArgs;
+use bcow_union::HeldUpper;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
 
@@ -119,6 +122,24 @@ impl MountRecord {
             }),
             ..self
         }
+    }
+
+    /// The options of the mount. The upper is where it is now.
+    pub fn args(&self, upper: Option<&HeldUpper>) -> Result<MountArgs, CommandError> {
+        let mut args = self.asked.args()?;
+        if let Some(path) = upper.and_then(HeldUpper::path) {
+            args.set_upper(path);
+        }
+        Ok(args)
+    }
+
+    /// The entry for `bcow ps`. The upper is where it is now.
+    pub fn service(&self, upper: Option<&HeldUpper>) -> Service {
+        let mut service = self.service.clone();
+        if let Some(path) = upper.and_then(HeldUpper::path) {
+            service.upper = Some(path.to_string_lossy().into_owned());
+        }
+        service
     }
 
     /// The mountpoint, the loop device and the hidden file of a mount with the kernel driver.
@@ -231,6 +252,7 @@ mod tests {
                 file: descriptor(),
                 ledger: descriptor(),
             }),
+            upper: None,
             outcome: None,
         };
         let stored = record().with_kernel_driver(&handover).store().unwrap();

@@ -67,7 +67,7 @@ pub use mountinfo::unescape;
 pub use node::NodeId;
 pub use options::{SMALL_BYTES, SyncPolicy, UnionOptions};
 pub use upper::{
-    DiskInstance, DiskReader, DiskRecord, Driver, FileSystem, ImageName, Instance, META,
+    DiskInstance, DiskReader, DiskRecord, Driver, FileSystem, HeldUpper, ImageName, Instance, META,
     UnfinishedUpper, UpperError, UpperReader, UpperSnapshot, disk_path, driver_of, fork_upper,
     list_snapshots, recover_snapshots, remove_snapshot, roll_back_upper, snapshot_directory,
     snapshot_path, take_snapshot,

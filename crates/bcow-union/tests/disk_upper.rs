@@ -18,7 +18,7 @@ const NOTE: &str = "a test, process 1";
 const SIZE: u64 = 8 << 20;
 
 fn open(path: &Path) -> Result<DiskInstance, UpperError> {
-    DiskInstance::open(path, IMAGE, NOTE, None)
+    DiskInstance::open(path, IMAGE, NOTE)
 }
 
 fn refusal(path: &Path) -> UpperError {
@@ -167,7 +167,7 @@ fn another_image_and_damage_are_refused() {
         identity: [8; 32],
         name: "other.bcow",
     };
-    let refused = DiskInstance::open(dir.path(), other, NOTE, None).unwrap_err();
+    let refused = DiskInstance::open(dir.path(), other, NOTE).unwrap_err();
     assert!(
         matches!(refused, UpperError::AnotherImage { .. }),
         "{refused}"

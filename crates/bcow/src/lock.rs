@@ -166,6 +166,11 @@ impl FileLock {
         Ok(lock)
     }
 
+    /// The locked file. The lock lasts as long as any descriptor of this open file exists.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
     /// Locks a file that may change for a reader. The lock lasts as long as the file is open.
     pub fn shared(file: &File) -> Result<(), LockError> {
         Self::shared_after(pause, file)

@@ -287,7 +287,14 @@ fn take_over(what: u8, changes: &[u8]) {
         &parts.cells,
     ];
     let inherited = Ledger::read(parts.file());
-    let taken = UnionFs::take_over(Upper::lower(), &upper.0, "next", &options(), parts.file());
+    let taken = UnionFs::take_over(
+        Upper::lower(),
+        &upper.0,
+        "next",
+        &options(),
+        parts.file(),
+        None,
+    );
     let union = match taken {
         Ok(union) => union,
         Err(error) => {

@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
+use bcow_union::HeldUpper;
 use rustix::io::Errno;
 
 use crate::disk::DiskFiles;
@@ -21,6 +22,8 @@ pub struct DiskHandover {
     pub agreed: u64,
     /// Of a disk: what another process needs to continue with it.
     pub disk: Option<DiskFiles>,
+    /// The upper that the disk belongs to. The process that takes over has opened it again already.
+    pub upper: Option<HeldUpper>,
     /// The pipe for the outcome. `bcow umount` may have it open.
     pub outcome: Option<OwnedFd>,
 }

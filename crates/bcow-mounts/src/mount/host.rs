@@ -7,7 +7,7 @@ use bcow::BlockCache;
 use bcow_fuse::shared::SharedFiles;
 use bcow_fuse::signals::Signals;
 use bcow_images::error::CommandError;
-use bcow_union::UpperError;
+use bcow_union::{HeldUpper, UpperError};
 
 use crate::args::MountArgs;
 use crate::error::failure;
@@ -108,6 +108,8 @@ pub enum UpperUse<'a> {
     /// Take it over from a process that has ended, with the ledger of that process.
     TakeOver {
         ledger: BorrowedFd<'a>,
+        /// The upper; `None` if it was not kept, and is at its path.
+        upper: Option<&'a HeldUpper>,
         /// The slots of the image and its layers, if the mount shares files.
         slots: &'a [u32],
     },

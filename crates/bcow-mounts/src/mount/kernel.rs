@@ -413,6 +413,9 @@ impl Opened {
     {
         let instance = self.upper;
         let upper = instance.as_ref().map(|upper| upper.path().to_owned());
+        let shared = instance.as_ref().filter(|_| host.pool.is_some());
+        let held = shared.map(DiskInstance::hold).transpose();
+        let held = held.context(|| format!("cannot keep {} open", self.path.display()))?;
         let driver = ServedBy {
             name: "kernel".to_owned(),
             reason: self.reason,
@@ -433,6 +436,7 @@ impl Opened {
             device: self.device,
             path: self.path,
             upper,
+            held,
             barriers: match args.upper.sync {
                 SyncPolicy::Volatile => Barriers::Off,
                 _ => Barriers::On,

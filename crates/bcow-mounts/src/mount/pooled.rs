@@ -8,12 +8,14 @@ use bcow_fuse::kernel::DiskFiles;
 use bcow_images::NameParts;
 use bcow_images::error::CommandError;
 use bcow_images::views;
+use bcow_union::HeldUpper;
 
 use super::driver::Way;
 use super::fuse::{self, Mounted, Opened};
 use super::host::{Host, UpperUse};
 use super::{DRIVER_OF_IMAGES, Made, check, kernel, make, settle};
 use crate::args::MountArgs;
+use crate::disk_ledger::LedgerUse;
 use bcow_images::image::Messages;
 
 /// Pauses between the attempts to open a remote image, whose server may be reachable again after a
@@ -69,16 +71,20 @@ pub fn open_again(
 }
 
 /// Opens again the content of a mount with the kernel driver, to take the mount over from another
-/// process; a disk, with the files of that process.
+/// process; a disk, with the files and the upper of that process.
 pub fn open_disk_again(
     args: &MountArgs,
     host: &Host<'_>,
-    disk_files: Option<&DiskFiles>,
+    disk_files: Option<(&DiskFiles, Option<&HeldUpper>)>,
     ui: &dyn Messages,
 ) -> Result<kernel::Opened, CommandError> {
+    let ledger_use = match disk_files {
+        Some((files, upper)) => LedgerUse::Continue(files, upper),
+        None => LedgerUse::None,
+    };
     let (way, options) = check(args)?;
     attempt_after(&PAUSES, || {
-        kernel::again::open(args, &way, &options, host, disk_files, ui)
+        kernel::again::open(args, &way, &options, host, ledger_use, ui)
     })
 }
 

@@ -28,9 +28,9 @@ pub fn open(
     upper_use: UpperUse<'_>,
     ui: &dyn Messages,
 ) -> Result<Option<Arc<UnionFs>>, CommandError> {
-    let ledger = match upper_use {
+    let before = match upper_use {
         UpperUse::New => None,
-        UpperUse::TakeOver { ledger, .. } => Some(ledger),
+        UpperUse::TakeOver { ledger, upper, .. } => Some((ledger, upper)),
         UpperUse::None => return Ok(None),
     };
     let Some(path) = args.upper.path() else {
@@ -48,12 +48,12 @@ pub fn open(
             identity: image.identity(),
             name: image.path().to_string_lossy().into_owned(),
         };
-        let Some(ledger) = ledger else {
+        let Some((ledger, held)) = before else {
             return UnionFs::open(lower, path, &note, &options);
         };
         let ledger = ledger.try_clone_to_owned();
         let ledger = ledger.map_err(|source| UpperError::Ledger { source })?;
-        UnionFs::take_over(lower, path, &note, &options, ledger)
+        UnionFs::take_over(lower, path, &note, &options, ledger, held)
     })
     .map(Some)
     .map_err(|error| cannot_use(&error))

@@ -29,6 +29,7 @@ struct Staying {
     unmounter: Unmounter,
     service: Service,
     record: Option<MountRecord>,
+    stopper: Option<AnyStopper>,
 }
 
 impl Pool {
@@ -59,6 +60,7 @@ impl Pool {
             unmounter: entry.unmounter.clone(),
             service: entry.service.clone(),
             record: entry.kept.clone(),
+            stopper: entry.stopper.clone(),
         });
         let mounts: Vec<Staying> = mounts.collect();
         drop(state);
@@ -184,7 +186,11 @@ impl Pool {
             return self.open_again(record, &[], UpperUse::None).map(drop);
         }
         let _place = OwnDirectory::enter(record.asked.directory.clone(), None).ok();
-        let args = record.asked.args()?;
+        let upper = match &mount.stopper {
+            Some(AnyStopper::Disk(stopper)) => stopper.upper(),
+            Some(AnyStopper::Upper(_)) | None => None,
+        };
+        let args = record.args(upper.as_deref())?;
         match kernel::again::check(&args, &self.host())? {
             Some(identity) if hex(&identity) != record.identity => Err(another_image()),
             _ => Ok(()),

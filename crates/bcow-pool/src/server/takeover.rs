@@ -19,6 +19,7 @@ use bcow_mounts::mount::host::UpperUse;
 use bcow_mounts::mount::kernel;
 use bcow_mounts::mount::pooled::{self, PAUSES};
 use bcow_mounts::{MountArgs, failure};
+use bcow_union::HeldUpper;
 
 use super::{Collected, MountInProgress, Pool, log_failure, side_by_side};
 use crate::asked::{Asked, OwnDirectory};
@@ -59,6 +60,7 @@ impl Pool {
                     device: handover.device,
                     is_disk: false,
                     companion: handover.ledger,
+                    upper: handover.upper,
                     outcome: handover.outcome,
                 };
                 (record, kept)
@@ -78,6 +80,7 @@ impl Pool {
                     device: handover.place.device,
                     is_disk: true,
                     companion: Some(handover.hidden),
+                    upper: handover.upper,
                     outcome: handover.outcome,
                 };
                 (record, kept)
@@ -154,7 +157,8 @@ impl Pool {
         record: Result<MountRecord, CommandError>,
         kept: Kept,
     ) -> Result<(), CommandError> {
-        let ledger = kept.companion;
+        let (ledger, held) = (kept.companion, kept.upper);
+        let held = held.as_ref();
         let mut upper = None;
         let mut handover = Handover {
             connection: kept.connection,
@@ -162,6 +166,7 @@ impl Pool {
             device: kept.device,
             agreed: 0,
             ledger: None,
+            upper: None,
             outcome: kept.outcome,
         };
         let opened = record.and_then(|record| {
@@ -173,6 +178,7 @@ impl Pool {
             let upper_use = match (&record.service.upper, &ledger) {
                 (Some(_), Some(ledger)) => UpperUse::TakeOver {
                     ledger: ledger.as_fd(),
+                    upper: held,
                     slots: &slots,
                 },
                 (Some(upper), None) => {
@@ -189,7 +195,7 @@ impl Pool {
         match opened {
             Ok((mount, opened, record)) => {
                 let mounted = opened
-                    .take_over(&record.asked.args()?, handover, record.service.clone())
+                    .take_over(&record.args(held)?, handover, record.service(held))
                     .map_err(|error| self.not_taken_over(&place, &error))?;
                 let session = mounted.session.fuse();
                 let ledger = session.map_or(Ok(None), Session::ledger);
@@ -200,8 +206,9 @@ impl Pool {
                 }
                 mount.arrive(number, mounted, Some(record))
             }
-            // It was unmounted while no process served it, and its upper was removed.
-            Err(_) if handover.has_ended() && upper.is_some_and(|upper| is_missing(&upper)) => {
+            // It was unmounted here, and its upper was removed. Another mount namespace, of a
+            // program that is ending, may still have the mount.
+            Err(_) if was_removed(upper.as_deref(), held) && is_unmounted(&handover) => {
                 self.release(number);
                 Ok(())
             }
@@ -221,7 +228,8 @@ impl Pool {
         let (Some(disk), Some(hidden)) = (&record.disk, kept.companion) else {
             return Ok(());
         };
-        let files = kept.disk;
+        let (files, upper) = (kept.disk, kept.upper);
+        let held = upper.as_ref();
         let target = PathBuf::from(OsString::from(record.target.clone()));
         let target = target.display().to_string();
         let place = record.place(disk).context(|| "cannot read its record")?;
@@ -231,24 +239,26 @@ impl Pool {
             place: place.clone(),
             agreed: record.agreed,
             disk: None,
+            upper: None,
             outcome: kept.outcome,
         };
         if !place.exists() {
             // The loop device has closed the file: the mount has ended meanwhile. The disk may lack
             // changes that the previous process has acknowledged; they are in the ledger.
             let closed = if disk.is_writable {
-                self.open_disk_again(&record, disk, files.as_ref())
+                self.open_disk_again(&record, disk, files.as_ref(), held)
                     .and_then(|(_, opened)| opened.close())
             } else {
                 Ok(())
             };
-            drop(files);
+            // Before the pipe for the outcome: another process may use the upper and the disk then.
+            drop((files, upper));
             self.release(number);
             handover.report_end(closed.is_ok());
             return closed;
         }
         let mount = MountInProgress::of_taken_over(self);
-        let opened = self.open_disk_again(&record, disk, files.as_ref());
+        let opened = self.open_disk_again(&record, disk, files.as_ref(), held);
         // The opened disk has descriptors of its own.
         drop(files);
         if opened.is_err() {
@@ -263,7 +273,7 @@ impl Pool {
                     // took a snapshot, the supervisor still has the disk below.
                     self.keep_disk(number, files);
                 }
-                let service = record.service.clone();
+                let service = record.service(held);
                 let mounted = opened
                     .take_over(&args, &self.host(), handover, service)
                     .map_err(|error| {
@@ -300,7 +310,11 @@ impl Pool {
     ) -> Result<Opened, CommandError> {
         // If the directory is gone, a relative path leads to no image or to another one.
         let _place = OwnDirectory::enter(record.asked.directory.clone(), None).ok();
-        let args = record.asked.args()?;
+        let held = match upper_use {
+            UpperUse::TakeOver { upper, .. } => upper,
+            UpperUse::New | UpperUse::None => None,
+        };
+        let args = record.args(held)?;
         let (host, messages) = (self.host(), Collected::default());
         let opened = pooled::open_again(&args, &host, pauses, upper_use, &messages)?;
         if hex(&opened.identity) == record.identity {
@@ -318,12 +332,14 @@ impl Pool {
         record: &MountRecord,
         disk: &DiskRecord,
         files: Option<&DiskFiles>,
+        held: Option<&HeldUpper>,
     ) -> Result<(MountArgs, kernel::Opened), CommandError> {
         let _place = OwnDirectory::enter(record.asked.directory.clone(), None).ok();
-        let args = record.asked.args()?;
+        let args = record.args(held)?;
         if disk.is_writable && files.is_none() {
             return Err(CommandError::new("the ledger of its disk is missing"));
         }
+        let files = files.map(|files| (files, held));
         let opened = pooled::open_disk_again(&args, &self.host(), files, &Collected::default())?;
         // The identity of a disk without an upper changes with its content.
         let is_image = record.service.upper.is_some() || !disk.is_writable;
@@ -341,8 +357,24 @@ fn store(record: &MountRecord) -> Result<OwnedFd, CommandError> {
         .context(|| "cannot store the record of a mount")
 }
 
-fn is_missing(path: &str) -> bool {
-    matches!(std::fs::symlink_metadata(path), Err(error) if error.kind() == NotFound)
+/// Whether the upper of a mount was removed: the one that was kept, or the one at the path.
+fn was_removed(path: Option<&str>, held: Option<&HeldUpper>) -> bool {
+    let is_missing = |path: &str| {
+        let found = std::fs::symlink_metadata(path);
+        matches!(found, Err(error) if error.kind() == NotFound)
+    };
+    held.map_or_else(|| path.is_some_and(is_missing), HeldUpper::is_removed)
+}
+
+/// Whether a mount has ended, or is at least not visible to this process.
+fn is_unmounted(handover: &Handover) -> bool {
+    let is_visible = || {
+        let (Some(device), Ok(mounts)) = (&handover.device, bcow_fuse::mounted_images()) else {
+            return true;
+        };
+        mounts.iter().any(|mount| mount.device == *device)
+    };
+    handover.has_ended() || !is_visible()
 }
 
 pub(super) fn another_image() -> CommandError {

@@ -50,6 +50,7 @@ mod xattr;
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -76,7 +77,7 @@ use crate::log::{self, Severity};
 use crate::node::NodeId;
 use crate::options::UnionOptions;
 use crate::partial::{PartialError, Partials};
-use crate::upper::{ImageName, Instance, Marks, UpperError};
+use crate::upper::{Before, HeldUpper, ImageName, Instance, Marks, UpperError};
 use directory::Listings;
 use nodes::{HostPlace, Node, NodeState, NodeTable, Upper};
 
@@ -155,16 +156,18 @@ impl UnionFs {
 
     /// As [`UnionFs::open`], for a mount that another process served until it ended: the nodes that
     /// the kernel holds stay valid, and no completed write is lost. `ledger` is that of the other
-    /// process ([`UnionFs::ledger`]); the image and the options must be the same.
+    /// process ([`UnionFs::ledger`]), and `held` its upper ([`UnionFs::hold_upper`]), or `None` if
+    /// it was not kept; the image and the options must be the same.
     pub fn take_over(
         lower: LowerImage,
         upper: &Path,
         note: &str,
         options: &UnionOptions,
         ledger: OwnedFd,
+        held: Option<&HeldUpper>,
     ) -> Result<Arc<UnionFs>, UpperError> {
         let inherited = Ledger::read(ledger).map_err(|source| UpperError::Ledger { source })?;
-        Self::open_with(lower, upper, note, options, Some(inherited))
+        Self::open_with(lower, upper, note, options, Some((inherited, held)))
     }
 
     fn open_with(
@@ -172,14 +175,21 @@ impl UnionFs {
         upper: &Path,
         note: &str,
         options: &UnionOptions,
-        inherited: Option<Inherited>,
+        before: Option<(Inherited, Option<&HeldUpper>)>,
     ) -> Result<Arc<UnionFs>, UpperError> {
         let image_name = ImageName {
             identity: lower.identity,
             name: &lower.name,
         };
-        let kept = inherited.as_ref().map(|_| orphans::PREFIX);
-        let instance = Instance::open_keeping(upper, image_name, note, kept)?;
+        let (instance, inherited) = match before {
+            None => (Instance::open(upper, image_name, note)?, None),
+            Some((inherited, held)) => {
+                let kept = orphans::PREFIX;
+                let before = Before { held, kept };
+                let instance = Instance::open_again(upper, image_name, note, &before)?;
+                (instance, Some(inherited))
+            }
+        };
         let generation = inherited.as_ref().map_or(0, |before| before.generation + 1);
         let ledger = if options.can_be_taken_over {
             Some(Ledger::new(generation).map_err(|source| UpperError::Ledger { source })?)
@@ -250,6 +260,11 @@ impl UnionFs {
     /// [`UnionOptions::can_be_taken_over`].
     pub fn ledger(&self) -> Option<BorrowedFd<'_>> {
         self.ledger.as_ref().map(|ledger| ledger.descriptor())
+    }
+
+    /// The upper, for a process that takes over the mount.
+    pub fn hold_upper(&self) -> io::Result<HeldUpper> {
+        self.upper.hold()
     }
 
     pub fn upper_path(&self) -> &Path {

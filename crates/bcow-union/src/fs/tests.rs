@@ -171,10 +171,18 @@ impl Fixture {
     pub(super) fn take_over(&mut self) {
         let union = self.union.take().unwrap();
         let ledger = copy(union.ledger().unwrap());
+        let held = union.hold_upper().unwrap();
         // A process that is killed would leave the nodes in the ledger.
         drop(union);
         let lower = self.lower_image();
-        let union = UnionFs::take_over(lower, &self.upper(), "a test", &self.options, ledger);
+        let union = UnionFs::take_over(
+            lower,
+            &self.upper(),
+            "a test",
+            &self.options,
+            ledger,
+            Some(&held),
+        );
         self.begin(union.unwrap());
     }
 

@@ -9,7 +9,9 @@ use rustix::io::Errno;
 
 use super::lock::open_lock;
 use super::overlap::refuse_overlap;
-use super::{ACCESS_ACL, Attribute, DEFAULT_ACL, META, UpperError, set_noatime_new, work};
+use super::{
+    ACCESS_ACL, Attribute, DEFAULT_ACL, HeldUpper, META, UpperError, set_noatime_new, work,
+};
 
 /// Opens the upper's root. Its path may be a symbolic link, because the user chose it.
 pub(super) fn open_root(path: &Path) -> Result<OwnedFd, UpperError> {
@@ -133,12 +135,23 @@ pub(super) fn same_device(
     }
 }
 
-/// Takes the writer's lock.
-pub(super) fn lock(meta: BorrowedFd<'_>, path: &Path, note: &str) -> Result<FileLock, UpperError> {
+/// Takes the writer's lock, or continues with that of a process that has ended.
+pub(super) fn lock(
+    meta: BorrowedFd<'_>,
+    path: &Path,
+    note: &str,
+    held: Option<&HeldUpper>,
+) -> Result<FileLock, UpperError> {
     let io = |errno| UpperError::io(path, "open its lock .bcow/lock", errno);
-    let file = open_lock(meta, OFlags::RDWR | OFlags::CREATE)
-        .and_then(|file| file.ok_or(Errno::NOENT))
-        .map_err(io)?;
+    let file = match held {
+        Some(held) => held
+            .lock_file()
+            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO)),
+        None => {
+            open_lock(meta, OFlags::RDWR | OFlags::CREATE).and_then(|file| file.ok_or(Errno::NOENT))
+        }
+    }
+    .map_err(io)?;
     let lock = FileLock::exclusive(&file, note)
         .map_err(|holder| UpperError::InUse(path.to_owned(), holder))?;
     // Of two that begin at the same time, the later one finds the other's lock.

@@ -8,6 +8,7 @@
 //! the disk, or takes the disk that is there.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use super::directory::{
 use super::lock::lock_shared;
 use super::overlap::refuse_overlap;
 use super::record::{self, DISK, DISK_SCHEMA, DiskRecord, Recorded};
-use super::{Driver, FileSystem, ImageName, META, UpperError, volatile, work};
+use super::{Driver, FileSystem, HeldUpper, ImageName, META, UpperError, volatile, work};
 use crate::options::SyncPolicy;
 
 /// Permission bits with which other users can write.
@@ -58,22 +59,16 @@ pub struct DiskInstance {
     /// See [`DiskInstance::continues`].
     continues: bool,
     /// Dropped after the disk.
-    _lock: FileLock,
+    lock: FileLock,
 }
 
 impl DiskInstance {
     /// Opens the upper at `path` for writing, with the image `image`, or begins one. A missing
     /// directory is created with mode 0700 if its parent exists. `note` is stored with the locks;
-    /// other processes that find the upper locked show it. `disk` is the disk of a process that has
-    /// ended, which has kept the lock; the upper must have no other disk.
+    /// other processes that find the upper locked show it.
     ///
     /// The caller completes an upper that has no disk or no record.
-    pub fn open(
-        path: &Path,
-        image: ImageName<'_>,
-        note: &str,
-        disk: Option<&File>,
-    ) -> Result<Self, UpperError> {
+    pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Self, UpperError> {
         refuse_overlap(path)?;
         let (root, _) = open_or_create_root(path)?;
         // Before anything is created in a directory that is no upper of this driver.
@@ -84,10 +79,8 @@ impl DiskInstance {
             None => open_or_create(root.as_fd(), path, META)?,
         };
         refuse_other_driver(&Recorded::read(meta.as_fd(), path)?, path)?;
-        let instance = DiskInstance::lock(path, root, meta, note, disk)?;
-        if let Some(record) = &instance.record {
-            record::require_image(path, record.identity(), &record.image_name, image)?;
-        }
+        let instance = DiskInstance::lock(path, root, meta, note, None)?;
+        instance.require_image(image)?;
         match (&instance.record, &instance.disk) {
             (Some(_), None) => Err(missing_disk(path)),
             (None, None) if names > 0 => Err(UpperError::NotEmpty(path.to_owned())),
@@ -95,12 +88,38 @@ impl DiskInstance {
         }
     }
 
+    /// As [`DiskInstance::open`], for an upper that another process has used until it ended.
+    /// `disk` is the disk of that process, which has kept its lock; the upper must have no other
+    /// disk. `held` is the upper itself; `None` if it was not kept, and is at `path`.
+    pub fn open_again(
+        path: &Path,
+        image: ImageName<'_>,
+        note: &str,
+        disk: &File,
+        held: Option<&HeldUpper>,
+    ) -> Result<Self, UpperError> {
+        refuse_overlap(path)?;
+        let root = match held {
+            Some(held) => held.open_root(path)?,
+            None => open_root(path)?,
+        };
+        let meta = existing_meta(&root, path)?;
+        let instance = DiskInstance::lock(path, root, meta, note, Some((disk, held)))?;
+        instance.require_image(image)?;
+        Ok(instance)
+    }
+
     /// Opens an existing upper of any image, for repair.
     pub fn open_existing(path: &Path, note: &str) -> Result<Self, UpperError> {
         let root = open_root(path)?;
-        let meta = work::open_directory(root.as_fd(), META.as_bytes())
-            .map_err(|errno| meta_failed(path, META, errno))?;
+        let meta = existing_meta(&root, path)?;
         DiskInstance::lock(path, root, meta, note, None)
+    }
+
+    fn require_image(&self, image: ImageName<'_>) -> Result<(), UpperError> {
+        self.record.as_ref().map_or(Ok(()), |record| {
+            record::require_image(&self.path, record.identity(), &record.image_name, image)
+        })
     }
 
     /// Locks the upper, and reads what it has.
@@ -109,11 +128,12 @@ impl DiskInstance {
         root: OwnedFd,
         meta: OwnedFd,
         note: &str,
-        disk: Option<&File>,
+        before: Option<(&File, Option<&HeldUpper>)>,
     ) -> Result<Self, UpperError> {
         same_device(root.as_fd(), meta.as_fd(), path, "")?;
         require_own(meta.as_fd(), path.join(META))?;
-        let lock = lock(meta.as_fd(), path, note)?;
+        let held = before.and_then(|(_, held)| held);
+        let lock = lock(meta.as_fd(), path, note, held)?;
         remove_acls(meta.as_fd(), path)?;
         // Read with the lock: another process may have begun the upper.
         let recorded = Recorded::read(meta.as_fd(), path)?;
@@ -128,11 +148,11 @@ impl DiskInstance {
             },
             disk: None,
             continues: true,
-            _lock: lock,
+            lock,
         };
         instance.remove_temporaries();
-        instance.disk = match disk {
-            Some(file) => {
+        instance.disk = match before {
+            Some((file, _)) => {
                 let file = rustix::io::fcntl_dupfd_cloexec(file, 0)
                     .map_err(|errno| UpperError::io(&instance.disk_path(), "open it", errno))?;
                 let disk = instance.lock_disk(file.into(), note)?;
@@ -143,6 +163,11 @@ impl DiskInstance {
             None => instance.open_disk(note)?,
         };
         Ok(instance)
+    }
+
+    /// What another process needs to continue with the upper, beside its disk.
+    pub fn hold(&self) -> io::Result<HeldUpper> {
+        HeldUpper::new(self.root.as_fd(), self.lock.file())
     }
 
     /// The path of the upper.
@@ -293,6 +318,12 @@ impl DiskInstance {
             }
         }
     }
+}
+
+/// Opens [`META`] of an upper that must have been begun.
+fn existing_meta(root: &OwnedFd, path: &Path) -> Result<OwnedFd, UpperError> {
+    work::open_directory(root.as_fd(), META.as_bytes())
+        .map_err(|errno| meta_failed(path, META, errno))
 }
 
 /// An upper of the kernel driver that no process writes to while this lives.

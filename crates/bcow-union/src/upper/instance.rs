@@ -1,6 +1,7 @@
 //! Opens an upper for its one writer.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -22,8 +23,8 @@ use super::record::{self, PartialForm};
 use super::work::{self, Temporary, TemporaryNames};
 use super::xattr::each_name;
 use super::{
-    Attribute, DEFAULT_ACL, ImageName, InstanceRecord, META, Names, Namespace, Ownership, SCHEMA,
-    UpperError, volatile,
+    Attribute, DEFAULT_ACL, HeldUpper, ImageName, InstanceRecord, META, Names, Namespace,
+    Ownership, SCHEMA, UpperError, volatile,
 };
 use crate::options::SyncPolicy;
 
@@ -37,6 +38,15 @@ pub enum Provenance {
     Adopted,
     /// Created earlier.
     Existing,
+}
+
+/// What a process that has ended leaves of an upper.
+#[derive(Debug)]
+pub(crate) struct Before<'a> {
+    /// The upper; `None` if it was not kept, and is at its path.
+    pub held: Option<&'a HeldUpper>,
+    /// Files whose names in the work directory begin with this stay.
+    pub kept: &'a str,
 }
 
 /// An upper that is open for writing. Only this process may change it.
@@ -69,30 +79,52 @@ impl Instance {
     /// an upper becomes one. The lock is held while this lives. `note` is stored with the lock;
     /// other processes that find the upper locked show it.
     pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Instance, UpperError> {
-        Self::open_keeping(path, image, note, None)
+        Self::open_as(path, image, note, None)
     }
 
-    /// As [`Instance::open`], but keeps files whose names in the work directory begin with `kept`.
-    pub(crate) fn open_keeping(
+    /// As [`Instance::open`], but with an upper that another process has used until it ended, and
+    /// creates nothing.
+    pub(crate) fn open_again(
         path: &Path,
         image: ImageName<'_>,
         note: &str,
-        kept: Option<&str>,
+        before: &Before<'_>,
+    ) -> Result<Instance, UpperError> {
+        Self::open_as(path, image, note, Some(before))
+    }
+
+    fn open_as(
+        path: &Path,
+        image: ImageName<'_>,
+        note: &str,
+        before: Option<&Before<'_>>,
     ) -> Result<Instance, UpperError> {
         refuse_overlap(path)?;
-        let (root, is_created) = open_or_create_root(path)?;
+        let held = before.and_then(|before| before.held);
+        let (root, is_created) = match (before, held) {
+            (None, _) => open_or_create_root(path)?,
+            (Some(_), None) => (open_root(path)?, false),
+            (Some(_), Some(held)) => (held.open_root(path)?, false),
+        };
         // An empty [`META`] directory can be left by an interrupted first open.
         let is_empty = work::list(root.as_fd())
             .map_err(|errno| UpperError::io(path, "list it", errno))?
             .iter()
             .all(|name| name == META.as_bytes());
-        let meta = open_or_create(root.as_fd(), path, META)?;
-        let at = Directories::open(path, root, meta, note)?;
+        let meta = match before {
+            None => open_or_create(root.as_fd(), path, META)?,
+            Some(_) => existing_meta(root.as_fd(), path)?,
+        };
+        let at = Directories::open(path, root, meta, note, held)?;
         let record = InstanceRecord::read(at.meta.as_fd(), path)?;
-        if let Some(record) = &record {
-            record::require_image(path, record.identity(), &record.image_name, image)?;
+        match &record {
+            Some(record) => {
+                record::require_image(path, record.identity(), &record.image_name, image)?;
+            }
+            None if before.is_some() => return Err(no_record(path)),
+            None => {}
         }
-        let found = match at.probe(kept) {
+        let found = match at.probe(before.map(|before| before.kept)) {
             Err(error) if record.is_none() => {
                 at.abandon(is_created);
                 return Err(error);
@@ -141,15 +173,17 @@ impl Instance {
     /// Opens an existing upper of any image, for repair.
     pub fn open_existing(path: &Path, note: &str) -> Result<Instance, UpperError> {
         let root = open_root(path)?;
-        let missing = || UpperError::Record {
-            path: path.join(META),
-            problem: "it has no record of an image".into(),
-        };
-        let meta = open_inside(root.as_fd(), path, META)?.ok_or_else(missing)?;
-        let at = Directories::open(path, root, meta, note)?;
-        let record = InstanceRecord::read(at.meta.as_fd(), path)?.ok_or_else(missing)?;
+        let meta = existing_meta(root.as_fd(), path)?;
+        let at = Directories::open(path, root, meta, note, None)?;
+        let record = InstanceRecord::read(at.meta.as_fd(), path)?;
+        let record = record.ok_or_else(|| no_record(path))?;
         let found = at.probe(None)?;
         at.finish(record, Provenance::Existing, found)
+    }
+
+    /// What another process needs to continue with the upper.
+    pub(crate) fn hold(&self) -> io::Result<HeldUpper> {
+        HeldUpper::new(self.at.root.as_fd(), self.at.lock.file())
     }
 
     /// The path of the upper.
@@ -390,16 +424,22 @@ struct Directories {
     maps: OwnedFd,
     index: OwnedFd,
     work: OwnedFd,
-    _lock: FileLock,
+    lock: FileLock,
 }
 
 impl Directories {
-    fn open(path: &Path, root: OwnedFd, meta: OwnedFd, note: &str) -> Result<Self, UpperError> {
+    fn open(
+        path: &Path,
+        root: OwnedFd,
+        meta: OwnedFd,
+        note: &str,
+        held: Option<&HeldUpper>,
+    ) -> Result<Self, UpperError> {
         // An upper of the other driver stays as it is, and so does a snapshot.
         if let Some(record) = InstanceRecord::read(meta.as_fd(), path)? {
             record.refuse_snapshot(path)?;
         }
-        let lock = lock(meta.as_fd(), path, note)?;
+        let lock = lock(meta.as_fd(), path, note, held)?;
         sweep(path, meta.as_fd())?;
         let below = |name: &str| {
             let dir = open_or_create(meta.as_fd(), path, name)?;
@@ -416,7 +456,7 @@ impl Directories {
             work: below("work")?,
             root,
             meta,
-            _lock: lock,
+            lock,
         })
     }
 
@@ -473,6 +513,18 @@ impl Directories {
             whiteouts: Mutex::default(),
             at: self,
         })
+    }
+}
+
+/// Opens [`META`] of an upper that must have been begun.
+fn existing_meta(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, UpperError> {
+    open_inside(root, path, META)?.ok_or_else(|| no_record(path))
+}
+
+fn no_record(path: &Path) -> UpperError {
+    UpperError::Record {
+        path: path.join(META),
+        problem: "it has no record of an image".into(),
     }
 }
 

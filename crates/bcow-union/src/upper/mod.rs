@@ -19,6 +19,7 @@ mod directory;
 mod disk;
 mod driver;
 mod error;
+mod held;
 mod instance;
 mod lock;
 pub mod marks;
@@ -39,6 +40,8 @@ pub(crate) mod xattr;
 pub use disk::{DiskInstance, DiskReader, disk_path, driver_of};
 pub use driver::Driver;
 pub use error::{MarkError, ReadMarksError, UpperError};
+pub use held::HeldUpper;
+pub(crate) use instance::Before;
 pub use instance::{Instance, Provenance};
 pub use marks::{
     Mark, Marks, Metacopy, NlinkDelta, Origin, PartialMark, REDIRECT_NOWHERE, Redirect,

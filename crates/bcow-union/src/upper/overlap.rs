@@ -202,7 +202,12 @@ fn exclusive_lock_holder(lock: &File) -> io::Result<Option<LockError>> {
 fn open_locks() -> Vec<(String, i32, PathBuf)> {
     let locks = held_locks();
     let writers = locks.iter().filter(|lock| lock.is_exclusive);
-    let pids: BTreeSet<u32> = writers.map(|lock| lock.pid).collect();
+    let mut pids: BTreeSet<u32> = writers.map(|lock| lock.pid).collect();
+    let has_ended = |pid: &u32| !Path::new("/proc").join(pid.to_string()).exists();
+    if pids.iter().any(has_ended) {
+        // The list names the process that took the lock, which may have left it to another one.
+        pids = all_processes();
+    }
     let suffix = Path::new(META).join("lock");
     let mut found = Vec::new();
     for pid in pids {
@@ -222,6 +227,13 @@ fn open_locks() -> Vec<(String, i32, PathBuf)> {
         }
     }
     found
+}
+
+fn all_processes() -> BTreeSet<u32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect()
 }
 
 /// The mount tables of processes. Each table is read once: on a machine with many mounts it is

@@ -31,13 +31,9 @@ pub fn open(
     way: &Way,
     options: &MountOptions,
     host: &Host<'_>,
-    disk_files: Option<&DiskFiles>,
+    ledger_use: LedgerUse<'_>,
     ui: &dyn Messages,
 ) -> Result<Opened, CommandError> {
-    let ledger_use = match disk_files {
-        Some(files) => LedgerUse::Continue(files),
-        None => LedgerUse::None,
-    };
     match (way, args.upper.path()) {
         (Way::Upper { reason }, Some(upper)) => {
             require_upper(upper)?;
