@@ -66,11 +66,11 @@ def need_kernel(major, minor, what):
 
 
 def until(condition, what, seconds=60):
-    """Waits for a condition; fails after `seconds`."""
+    """Waits for a condition; fails after `seconds`. `what` is a text or makes one."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise AssertionError(f"not within {seconds} s: {what}")
+            raise AssertionError(f"not within {seconds} s: {what() if callable(what) else what}")
         time.sleep(0.01)
 
 

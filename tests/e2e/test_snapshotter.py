@@ -203,7 +203,8 @@ class WithSnapshotter(support.Scratch):
         self.assertLessEqual(set(self.names("merged")), set(layers))
         self.assertEqual(self.names("new"), [])
         self.assertLessEqual(set(self.places(self.root)), mounted)
-        support.until(lambda: not self.names("trash"), "the sweep of what was removed")
+        support.until(lambda: not self.names("trash"), lambda: (
+            f"the sweep of {self.names('trash')}; {bcow('ps').out.decode()}"))
 
     def refused(self, code, call, **fields):
         with self.assertRaises(snapshots.RpcError) as caught:
