@@ -8,6 +8,7 @@ requests empties its cache after ten seconds, so such a test tries again.
 import concurrent.futures
 import contextlib
 import errno
+import itertools
 import json
 import os
 import random
@@ -329,10 +330,11 @@ class Mounts(PoolCase):
         refused = bcow("pool", "restart", "mine", check=False, **options)
         assert_refused(self, refused, place, "cannot open link")
         bcow("umount", place, **options)
-        bcow("mount", image, place, "--pool=mine", **options)
+        uppers = [os.path.join(pools, f"upper{number}") for number in range(3)]
+        bcow("mount", image, place, "--pool=mine", "--upper", for_everyone(uppers[0]), **options)
         found = json.loads(bcow("pool", "stats", "mine", "--json", **options).out)
-        # The process that takes over has the same rights and CPUs.
-        for _ in range(2):
+        # The process that takes over has the same rights and CPUs, and the upper where it is.
+        for upper, moved in itertools.pairwise(uppers):
             with open(f"/proc/{found['pid']}/status") as status:
                 status = status.read()
             allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
@@ -341,7 +343,9 @@ class Mounts(PoolCase):
             self.assertEqual(user.groups(), (str(UNPRIVILEGED),) * 2)
             read = run("cat", os.path.join(place, "file0"), user=UNPRIVILEGED, timeout=TIMEOUT)
             self.assertEqual(read.out, self.files["file0"])
+            os.rename(upper, moved)
             bcow("pool", "restart", "mine", **options)
+            self.assertFalse(os.path.exists(upper))
             found = schema.checked(bcow("pool", "stats", "mine", "--json", **options).out)
         self.assertEqual(found["restarts"], 2)
         bcow("pool", "stop", "--force", "mine", **options)
