@@ -18,12 +18,14 @@ SCRIPT = ("n=0; while n=$((n + 1)); do echo more >>/log; test $(wc -l </log) = $
           "rm -f /ask; sleep 0.05; done")
 
 
-def children(pid):
-    """The processes that a process has started."""
-    found = []
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError):
-            found += map(int, support.read_text(f"/proc/{pid}/task/{thread}/children").split())
+def stopped_tree(pid):
+    """A process and all that it has started, stopped so that none starts another one."""
+    found = [pid]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        support.stop(pid)
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in support.read_text(f"/proc/{pid}/task/{thread}/children").split():
+                found += stopped_tree(int(child))
     return found
 
 
@@ -130,13 +132,10 @@ class Kills:
     def kill_left_shims(self):
         """containerd that is killed when it starts a shim leaves it, and the shim may have made a
         container already. Its process waits for ever, and uses the upper of a removed snapshot."""
-        left = self.shims()
-        for pid in left:
-            # A child that is begun meanwhile is listed too.
-            left.extend(child for child in children(pid) if child not in left)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for shim in self.shims():
+            for pid in stopped_tree(shim):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def shims(self):
         found = []
