@@ -19,7 +19,7 @@ use crate::ledger::Flags;
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
 use crate::partial::Durability;
-use crate::upper::Metacopy;
+use crate::upper::{Metacopy, is_removed};
 
 impl UnionFs {
     /// Durability of flushes that no program requested.
@@ -269,6 +269,6 @@ impl UnionFs {
 
     /// Whether the directory of the upper has no name on the host any more.
     pub fn is_removed(&self) -> bool {
-        rustix::fs::fstat(self.upper.root()).is_ok_and(|stat| stat.st_nlink == 0)
+        is_removed(self.upper.root())
     }
 }

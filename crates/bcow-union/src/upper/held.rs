@@ -6,9 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, OFlags};
-
-use super::{UpperError, set_noatime_new};
+use super::{UpperError, set_noatime_new, work};
 
 /// The root directory of an upper, wherever it is by now, and its lock, which stays held while no
 /// process uses the upper.
@@ -53,9 +51,9 @@ impl HeldUpper {
         ((found.dev(), found.ino()) == (root.st_dev, root.st_ino)).then_some(path)
     }
 
-    /// Whether the directory was removed.
+    /// Whether the directory has no name on the host any more.
     pub fn is_removed(&self) -> bool {
-        rustix::fs::fstat(&self.root).is_ok_and(|root| root.st_nlink == 0)
+        is_removed(self.root.as_fd())
     }
 
     /// The root directory, as another open file. Errors name `path`.
@@ -63,8 +61,7 @@ impl HeldUpper {
         if self.is_removed() {
             return Err(UpperError::Missing(path.to_owned()));
         }
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let root = rustix::fs::openat(&self.root, ".", flags, Mode::empty())
+        let root = work::open_directory(self.root.as_fd(), b".")
             .map_err(|errno| UpperError::io(path, "open it", errno))?;
         set_noatime_new(&root);
         Ok(root)
@@ -74,6 +71,11 @@ impl HeldUpper {
     pub(super) fn lock_file(&self) -> io::Result<File> {
         Ok(self.lock.try_clone()?.into())
     }
+}
+
+/// Whether the root directory of an upper has no name on the host any more.
+pub(crate) fn is_removed(root: BorrowedFd<'_>) -> bool {
+    rustix::fs::fstat(root).is_ok_and(|root| root.st_nlink == 0)
 }
 
 #[cfg(test)]

@@ -41,6 +41,7 @@ pub use disk::{DiskInstance, DiskReader, disk_path, driver_of};
 pub use driver::Driver;
 pub use error::{MarkError, ReadMarksError, UpperError};
 pub use held::HeldUpper;
+pub(crate) use held::is_removed;
 pub(crate) use instance::Before;
 pub use instance::{Instance, Provenance};
 pub use marks::{
